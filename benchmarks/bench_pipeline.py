@@ -23,7 +23,8 @@ from torch.distributed import pipelining
 from benchmarks.bench_data_parallel import LAYERS, LENGTH, VOCABULARY, WIDTH, Model
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
-from pyops.pipeline import Costs, Pipeline, Schedule, profile, schedule, simulate
+from pyops.mesh import ALONE
+from pyops.pipeline import Costs, Pipeline, PipelineConfig, Schedule, profile, schedule, simulate
 from pyops.pipeline.transport.channel import ReceiveChannel
 
 __all__ = ["run"]
@@ -107,7 +108,9 @@ class _Ours:
             schedule=made,
             group=dist.group.WORLD,
             loss=loss,
-            boundaries=[0, *_cuts(len(layers), made.num_stages), len(layers)],
+            config=PipelineConfig(
+                boundaries=[0, *_cuts(len(layers), made.num_stages), len(layers)]
+            ),
         )
         self.x, self.target = x, target
         self.optimizer = (
@@ -228,6 +231,7 @@ def _one_process(microbatches: int, *, device: torch.device) -> Case:
     pipeline = Pipeline(
         layers(),
         schedule=schedule("1f1b", num_stages=STAGES, num_microbatches=microbatches),
+        group=ALONE,
         loss=nn.functional.mse_loss,
     )
     stages: list[Any] = [

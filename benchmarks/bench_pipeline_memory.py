@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks import machine
 from benchmarks.harness import Row
-from pyops.pipeline import Pipeline, balance, profile, schedule, simulate
+from pyops.pipeline import Pipeline, PipelineConfig, balance, profile, schedule, simulate
 
 __all__ = ["CASES", "allocated", "run"]
 
@@ -73,7 +73,9 @@ def measure_rank(name: str, size: int, recompute: str) -> dict[str, float]:
     bounds = balance(found, num_stages=made.num_stages, by="parameters")
     costs = found.costs(bounds, split=made.splits_backward)
     timeline = simulate(made, costs)
-    pipeline = Pipeline(layers, schedule=made, group=group, loss=loss, boundaries=bounds)
+    pipeline = Pipeline(
+        layers, schedule=made, group=group, loss=loss, config=PipelineConfig(boundaries=bounds)
+    )
 
     def step() -> Tensor:
         return pipeline.step(

@@ -19,6 +19,7 @@ from pyops.comm import all_reduce
 from pyops.comm.failure import CommunicationError
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
+from pyops.mesh import ALONE
 from pyops.onebit import OneBitAdam, OneBitConfig
 from pyops.optim import SGD, AdamW
 from pyops.pipeline import Pipeline, schedule
@@ -84,7 +85,10 @@ class Trained:
         elif strategy == "Pipeline":
             plan = schedule("1f1b", num_stages=1, num_microbatches=2)
             self.forward = Pipeline(
-                list(self.model), schedule=plan, loss=lambda y, t: (y - t).square().mean()
+                list(self.model),
+                schedule=plan,
+                group=ALONE,
+                loss=lambda y, t: (y - t).square().mean(),
             )
             self.optimizer = SGD(self.forward.parameters(), lr=0.01)
         else:

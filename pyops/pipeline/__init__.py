@@ -1,12 +1,16 @@
 """Pipeline parallelism: every schedule as data, proven before it runs, simulated, drawn and
 executed.
 
-schedule("1f1b", num_stages=4, num_microbatches=16)     -> Schedule: what each rank computes, in its order
-simulate(schedule, Costs(forward=1.0, latency=0.1))      -> Timeline: makespan, bubble, peak memory
-Pipeline(layers, schedule=..., group=..., loss=...).step(batch, target)      -> the loss; gradients are in .grad
-Pipeline(..., optimizer=lambda parameters: SGD(parameters, lr=0.1))      steps in the stream: "pipedream", "pipemare", ...
-profile(layers, inputs)                                  -> Profile: seconds and bytes of each layer, measured
-balance(profile, num_stages=4)                           -> which layers go to which stage; profile.costs(boundaries) -> Costs
+    plan = schedule("1f1b", num_stages=4, num_microbatches=16)     what each rank computes, in order
+    simulate(plan, Costs(forward=1.0, latency=0.1))                -> Timeline: makespan, bubble,
+                                                                      peak memory
+    Pipeline(layers, schedule=plan, group=group, loss=loss)
+        .step(batch, target)                                       -> the loss; gradients in .grad
+    Pipeline(..., optimizer=lambda parameters: SGD(parameters, lr=0.1))
+                                                                   asynchronous: "pipedream", ...
+    profile(layers, inputs)                                        -> Profile: measured seconds and
+                                                                      bytes of each layer
+    balance(profile, num_stages=4)                                 -> which layers go to which stage
 
 | folder or file | what it does |
 |---|---|
@@ -18,6 +22,8 @@ balance(profile, num_stages=4)                           -> which layers go to w
 | post_validation.py | steps that are taken before the norm of the gradients is known |
 """
 
+from typing import Any
+
 from pyops.pipeline.partition.balance import balance
 from pyops.pipeline.partition.dapple_planner import plan_dapple
 from pyops.pipeline.partition.layer_costs import LayerCosts, Profile
@@ -26,8 +32,8 @@ from pyops.pipeline.partition.pipeline_plan import PipelinePlan, PlannedStage
 from pyops.pipeline.post_validation import PostValidation
 from pyops.pipeline.profiling import profile
 from pyops.pipeline.runtime.pipeline import Pipeline
+from pyops.pipeline.runtime.pipeline_config import PipelineConfig, PipeMareOptions
 from pyops.pipeline.runtime.skips import skip, skip_pairs
-from pyops.pipeline.runtime.stage_optimizer import PipeMareOptions
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.draw import draw, text, trace
 from pyops.pipeline.schedules.names import NAMES, custom, schedule
@@ -42,6 +48,7 @@ __all__ = [
     "LayerCosts",
     "PipeMareOptions",
     "Pipeline",
+    "PipelineConfig",
     "PipelinePlan",
     "PlannedStage",
     "PostValidation",
@@ -62,3 +69,13 @@ __all__ = [
     "text",
     "trace",
 ]
+
+_RENAMED = {"Plan": "PipelinePlan", "Remedies": "PipeMareOptions"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(
+            f"pyops.pipeline.{name} has a new name: pyops.pipeline.{_RENAMED[name]}", name=name
+        )
+    raise AttributeError(f"module 'pyops.pipeline' has no attribute {name!r}", name=name)

@@ -1,11 +1,11 @@
 """profile: measure each layer of a model: forward, backward and its parts, bytes sent and kept.
 
-    round 1   layer 0 forward, layer 1 forward, ... layer 1 backward, layer 0 backward       times: the median of all rounds
-    round 2   ...
+    round 1   layer 0 forward, layer 1 forward, ... layer 1 backward, layer 0 backward
+    round 2   ...                                            times: the median of all rounds
 
-Every layer is a stage of a pipeline in this process, whose one micro-batch goes once with the
-backward in one, once with weight gradients put off. So layers run in turn, as they do in training,
-each finds the caches as it will, and the machine's slow moments hit all alike.
+Every layer is a stage of a pipeline in this process, whose one micro-batch goes through it twice:
+once with a whole backward, once with deferred weight gradients. So layers run in turn, as they do
+in training, each finds the caches as it will then, and slow moments of the machine hit all alike.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import gather, ranks_agree
+from pyops.mesh import ALONE, ProcessGroupLike, resolve
 from pyops.pipeline.partition.layer_costs import LayerCosts, Profile, Sizes
 from pyops.pipeline.runtime.microbatch import num_rows
 from pyops.pipeline.runtime.pipeline import Pipeline
+from pyops.pipeline.runtime.pipeline_config import PipelineConfig
 from pyops.pipeline.runtime.skips import skip_pairs
 from pyops.pipeline.runtime.stage import Loss, Stage, tensors_of
 from pyops.pipeline.schedules.action import Action
@@ -46,45 +47,46 @@ def profile(
     named: Mapping[str, Any] | None = None,
     rounds: int = 7,
     warmup: int = 2,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
 ) -> Profile:
-    """What each of `layers`, called one after the other as in a Pipeline, takes and keeps of one
-    micro-batch.
+    """The time and memory that each of `layers`, called one after the other as in a Pipeline, takes
+    for one micro-batch.
 
-    inputs, target, named: of one micro-batch, as in `Pipeline.step`; loss as in Pipeline, its time
-    counts to the last layer.
-        Without a target the gradient of the last layer's output is ones. rounds: how many of which the median is taken. warmup:
-        rounds before them.
-    group: its ranks, each with all layers, measure at the same time, as they will work; all get the
-    mean of their times.
+    Runs on the layers' device, with as many threads as torch uses here. Inputs are constants,
+    whether or not they require a gradient. Weights, gradients, buffers (batch statistics) and
+    random states are afterwards what they were. Profile before wrapping parameters (data parallel,
+    step in backward): their hooks would run. Bytes kept are those that autograd saves; what a
+    custom function keeps otherwise is not seen.
 
-    Inputs are constants, whether or not they want a gradient. Runs on the layers' device, with as
-    many threads as torch uses here. Weights, gradients, buffers (batch statistics) and random
-    states are afterwards what they were. Profile before wrapping parameters (data parallel, step in
-    backward): their hooks would run. Bytes kept are those that autograd saves; what a custom
-    function keeps otherwise is not seen.
+    Args:
+        layers: All layers of the model.
+        inputs: The batch of one micro-batch, as in `Pipeline.step`.
+        loss: As in Pipeline; its time counts to the last layer.
+        target: Of the loss. Without a target the gradient of the last layer's output is ones.
+        named: Named arguments of the layers, as in `Pipeline.step`.
+        rounds: How many are measured; their median is taken.
+        warmup: How many come before them.
+        group: The ranks, each with all layers, that measure at the same time, as they will work;
+            all get the mean of their times. None: the default group, or one process where
+            torch.distributed is not initialized. `pyops.mesh.ALONE`: this process alone.
 
-    ValueError: no layers, none to train, no rounds, ranks with other layers. TypeError: a layer
-    whose output has no tensor. On every rank.
+    Raises:
+        ValueError: On every rank: no layers, none to train, no rounds, ranks with other layers.
+        TypeError: On every rank: a layer whose output has no tensor.
     """
-    error: Exception | None = None
-    found = Profile(())
-    if group is not None:
-        gather(None, group=group)  # so that all begin together
-    try:
-        found = _Run(list(layers), inputs, loss, target, dict(named or {})).profile(rounds, warmup)
-    except Exception as caught:
-        error = caught
-    if group is None:
-        if error is not None:
-            raise error
-        return found
-    agree(error, group=group)
+
+    def measure() -> Profile:
+        run = _ProfileRun(list(layers), inputs, loss, target, dict(named or {}))
+        return run.profile(rounds, warmup)
+
+    if resolve(group, "profile") is None:
+        return measure()
+    gather(None, group=group)  # so that all begin together
+    with ranks_agree(group):
+        found = measure()
     several = gather(found, group=group)
-    if any(
-        [layer.name for layer in each.layers] != [layer.name for layer in found.layers]
-        for each in several
-    ):
+    names = [layer.name for layer in found.layers]
+    if any([layer.name for layer in each.layers] != names for each in several):
         raise ValueError("the ranks have different layers; each must profile the whole model")
     means = []
     for i, layer in enumerate(several[0].layers):
@@ -98,7 +100,7 @@ def profile(
     )
 
 
-class _Numbers:
+class _Numbering:
     """Small numbers for keys, in the order in which they come."""
 
     def __init__(self) -> None:
@@ -113,7 +115,7 @@ def _total(y: Any, _: Any) -> Tensor:
     return torch.stack(several).sum() if several else torch.zeros((), device="cpu")
 
 
-class _Run:
+class _ProfileRun:
     """The layers, and what they are called with."""
 
     def __init__(
@@ -131,7 +133,7 @@ class _Run:
             )
         if not any(p.requires_grad for layer in layers for p in layer.parameters()):
             raise ValueError(
-                "no parameter of the layers wants a gradient: there is nothing to train "
+                "no parameter of the layers requires a gradient: there is nothing to train "
                 "in a pipeline"
             )
         self.layers, self.named = layers, named
@@ -143,11 +145,11 @@ class _Run:
             torch.zeros(num_rows(inputs) or 1, device="cpu") if target is None else target
         )
         self.device = next(
-            (t.device for t in (*self.owned(), *tensors_of(inputs))), torch.device("cpu")
+            (t.device for t in (*self.state(), *tensors_of(inputs))), torch.device("cpu")
         )
         self.skips = sorted(skip_pairs(layers).items())
 
-    def owned(self) -> Iterator[Tensor]:
+    def state(self) -> Iterator[Tensor]:
         """Parameters and buffers."""
         return itertools.chain(
             *(itertools.chain(layer.parameters(), layer.buffers()) for layer in self.layers)
@@ -164,9 +166,9 @@ class _Run:
         made = Pipeline(
             self.layers,
             schedule=custom([order]),
-            boundaries=[*several, len(self.layers)],
+            group=ALONE,
             loss=self.loss,
-            before=before,
+            config=PipelineConfig(boundaries=[*several, len(self.layers)], before_forward=before),
         )
         if self.device.type == "cuda":
             made.on_action(lambda _: torch.cuda.synchronize(self.device))
@@ -180,7 +182,7 @@ class _Run:
         with _unchanged(self.layers, self.device):
             sizes, skipped = self.bytes_of()
             samples = [self.round() for _ in range(warmup + rounds)][warmup:]
-        numbers = _Numbers()
+        numbers = _Numbering()
         costs = []
         for i, layer in enumerate(self.layers):
             seconds = {
@@ -225,15 +227,13 @@ class _Run:
 
         Nothing is freed until all layers have run forward, so that an address is one storage.
         """
-        seen = [_Seen(layer, i) for i, layer in enumerate(self.layers)]
-        now: list[_Seen] = []
+        seen = [_LayerRecord(layer, i) for i, layer in enumerate(self.layers)]
+        now: list[_LayerRecord] = []
         deferred_weight_grad: dict[int, int] = {}
 
         def look(action: Action) -> None:
             if action.kind == "I":
-                deferred_weight_grad[action.stage] = (
-                    made.stages[action.stage]._deferred_weight_grads[0].nbytes
-                )
+                deferred_weight_grad[action.stage] = made.stages[action.stage].deferred_bytes(0)
 
         def keep(tensor: Tensor) -> Tensor:
             if now:
@@ -255,9 +255,9 @@ class _Run:
                     hook.remove()
         ours = {
             _address(t)
-            for t in (*tensors_of([self.inputs, self.named, self.target]), *self.owned())
+            for t in (*tensors_of([self.inputs, self.named, self.target]), *self.state())
         }
-        numbers = _Numbers()
+        numbers = _Numbering()
         found = [
             {
                 "kept": _sizes(one.saved, ours, numbers),
@@ -270,7 +270,7 @@ class _Run:
         return found, tuple((a, b, seen[a].stashed[name]) for name, (a, b) in self.skips)
 
 
-class _Seen:
+class _LayerRecord:
     """A forward hook of a layer: what it took, gave and saved."""
 
     def __init__(self, layer: nn.Module, index: int) -> None:
@@ -306,7 +306,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _sizes(tensors: Iterable[Tensor], ours: set[int], numbers: _Numbers) -> Sizes:
+def _sizes(tensors: Iterable[Tensor], ours: set[int], numbers: _Numbering) -> Sizes:
     found = {_address(t): t.untyped_storage().nbytes() for t in tensors}
     return tuple(
         (numbers.of(address), size)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm import all_gather
-from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -63,8 +63,8 @@ def _pipelined(place: str) -> Call:
             layers,
             schedule=schedule("1f1b", num_stages=2, num_microbatches=2),
             group=_group(),
-            boundaries=[0, 2, 3],
             loss=_loss,
+            config=PipelineConfig(boundaries=[0, 2, 3]),
         )
         batch, target = (
             t if place == each else _floats(4, n) for each, n in (("batch", 8), ("target", 3))

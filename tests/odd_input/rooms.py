@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pyops import checkpoint, hub
+from pyops.mesh import ALONE
 from pyops.models import GPT, GPTConfig
 from pyops.offload import AsyncFile, Offloaded
 from pyops.optim import AdamW
-from pyops.pipeline import Pipeline, profile, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, profile, schedule
 
 __all__ = ["ROOMS"]
 
@@ -137,8 +138,9 @@ def _pipelined(kind: str, put: Callable[[dict[str, Any], Tensor], None]) -> Call
         made = Pipeline(
             layers,
             schedule=schedule(kind, num_stages=2, num_microbatches=2),
+            group=ALONE,
             loss=nn.functional.mse_loss,
-            boundaries=[0, 2, 3],
+            config=PipelineConfig(boundaries=[0, 2, 3]),
         )
         try:
             loss = made.step(given["batch"], given["target"], **given["named"])
@@ -173,6 +175,7 @@ def _clipped(t: Tensor) -> list[Tensor]:
     made = Pipeline(
         layers,
         schedule=schedule("gpipe", num_stages=2, num_microbatches=1),
+        group=ALONE,
         loss=nn.functional.mse_loss,
     )
     try:
@@ -187,7 +190,9 @@ def _clipped(t: Tensor) -> list[Tensor]:
 
 def _evaluated(t: Tensor) -> Tensor:
     made = Pipeline(
-        [linear(8, 8), linear(8, 3)], schedule=schedule("gpipe", num_stages=2, num_microbatches=2)
+        [linear(8, 8), linear(8, 3)],
+        schedule=schedule("gpipe", num_stages=2, num_microbatches=2),
+        group=ALONE,
     )
     try:
         found: Tensor = made(t)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pyops.optim
+from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, PostValidation, schedule
 from tests.pipeline.reference import batch, mlp
 
@@ -147,7 +148,7 @@ def untouched(rank: int, group: Any) -> int:
     """Nothing is forced: nothing is computed twice."""
     trial = Trial("zb1p", group, "adamw", forced={})
     ran: list[Any] = []
-    trial.pipeline.before = lambda stage, number: ran.append(number)
+    trial.pipeline.before_forward = lambda stage, number: ran.append(number)
     assert validated(trial)[3] == (0, 0)
     return len(ran)
 
@@ -179,7 +180,7 @@ def test_another_error_comes_through(world):
 
 def test_what_can_not_be_validated_is_refused():
     plan = schedule("zb1p", num_stages=1, num_microbatches=2)
-    pipeline = Pipeline(mlp(2), schedule=plan, loss=mse)
+    pipeline = Pipeline(mlp(2), schedule=plan, group=ALONE, loss=mse)
     with pytest.raises(ValueError, match="max_grad_norm is 0; give a positive number"):
         PostValidation(pipeline, torch.optim.SGD(pipeline.parameters()), max_grad_norm=0)
     with pytest.raises(

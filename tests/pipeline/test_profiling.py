@@ -348,7 +348,7 @@ def at_the_same_time(rank: int, group: Any) -> None:
     assert dict(found.facts)["ranks"] == "2"
     alone = [
         sys.modules["pyops.pipeline.profiling"]
-        ._Run(layers, torch.zeros(3, 4), None, None, {})
+        ._ProfileRun(layers, torch.zeros(3, 4), None, None, {})
         .bytes_of()
     ]
     assert found.layers[1].kept == alone[0][0][1]["kept"]

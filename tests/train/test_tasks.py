@@ -16,8 +16,9 @@ from pyops.data.characters import CHARACTERS, FONTS
 from pyops.data.images import Images, split
 from pyops.data.passages import prepare_passages
 from pyops.elastic import PADDING
+from pyops.mesh import ALONE
 from pyops.models.vocabulary_head import IGNORED
-from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.train.initial_weights import FirstValues
 from pyops.train.tasks import Task, make_task
 from tests.train.tiny_tasks import config_of
@@ -45,7 +46,13 @@ def output_of(task: Task, model: nn.Module, inputs: Tensor, named: dict) -> Tens
 
 def one_stage(task: Task, model: nn.Module, micro_batches: int = 1) -> Pipeline:
     plan = schedule("gpipe", num_stages=1, num_microbatches=micro_batches)
-    return Pipeline(model.layers(), schedule=plan, loss=task.loss, reduction="sum", tied=None)
+    return Pipeline(
+        model.layers(),
+        schedule=plan,
+        group=ALONE,
+        loss=task.loss,
+        config=PipelineConfig(reduction="sum", tied=None),
+    )
 
 
 def test_what_a_task_says_of_itself_is_so(task):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import on_first_rank
 from pyops.elastic.planning.packing_config import Machine
+from pyops.mesh import ALONE
 from pyops.pipeline import Profile, profile
 
 __all__ = ["machine_of", "rows_besides"]
@@ -47,7 +48,15 @@ def rows_besides(
             inputs, target, named = rows_of(count)
             times.append(
                 _seconds(
-                    profile(whole, inputs, target=target, named=named, loss=loss, rounds=rounds)
+                    profile(
+                        whole,
+                        inputs,
+                        target=target,
+                        named=named,
+                        loss=loss,
+                        rounds=rounds,
+                        group=ALONE,
+                    )
                 )
             )
         return _crossing(few, times[0], many, times[1])

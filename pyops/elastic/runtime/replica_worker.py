@@ -30,7 +30,8 @@ from pyops.elastic.layout.layer_moves import LayerState
 from pyops.elastic.layout.process_groups import LayoutGroups, agree_in_group
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.flat import FlatBuffer, check_free, claim, release
-from pyops.pipeline import Pipeline, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.pipeline.runtime.stage import Stage
 
 __all__ = ["MakeOptimizer", "ReplicaWorker", "make_pipeline"]
@@ -276,7 +277,7 @@ class ReplicaWorker:
         self.pipeline.close()
         # The pipeline calls this worker: a circle, in which all of its memory would wait for Python
         # to look for circles.
-        self.pipeline.before = None
+        self.pipeline.before_forward = None
         self.buffers, self.optimizer, self._prefix, self.failure = [], None, None, None
 
 
@@ -298,12 +299,14 @@ def make_pipeline(
         schedule=schedule(
             schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches
         ),
-        group=groups.pp_group,
+        group=ALONE if groups.pp_group is None else groups.pp_group,
         loss=loss,
-        reduction="sum",
-        tied=None,
-        before=before,
-        boundaries=[0, *(bound - shift for bound in layout.boundaries[1:])],
+        config=PipelineConfig(
+            reduction="sum",
+            tied=None,
+            before_forward=before,
+            boundaries=[0, *(bound - shift for bound in layout.boundaries[1:])],
+        ),
     )
 
 

@@ -26,6 +26,7 @@ __all__ = ["LayerCosts", "Profile", "layer_costs"]
 
 Sizes = tuple[tuple[int, int], ...]  # (number of a storage or parameter, its bytes)
 MEASURES = ("time", "parameters", "memory")
+_OLD_FIELDS = {"put_off": "deferred_weight_grad"}
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,9 @@ def layer_costs(
 
 
 def _layer(fields: dict[str, Any]) -> LayerCosts:
+    """LayerCosts from JSON, also of files that call a field by its old name."""
     given: dict[str, Any] = {
-        key: tuple(map(tuple, value)) if isinstance(value, list) else value
+        _OLD_FIELDS.get(key, key): tuple(map(tuple, value)) if isinstance(value, list) else value
         for key, value in fields.items()
     }
     return LayerCosts(**given)

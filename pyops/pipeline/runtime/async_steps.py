@@ -1,9 +1,10 @@
-"""Stream: what a schedule that takes its steps itself needs beyond the gradients: optimizers,
-versions, the state of both.
+"""AsyncSteps: what a Pipeline has beyond gradients where its schedule takes the optimizer steps:
+optimizers, weight versions, the state of both.
 
-optimizer=lambda parameters: SGD(parameters, lr=0.1)     ->  stream.optimizers {stage: optimizer}
-step(batch, target)                                      ->  one stretch: start, micro-batches and steps, end
-stream.state_dict(), load_state_dict(state)              ->  of this process's stages; those of all ranks together load too
+optimizer=lambda parameters: SGD(parameters, lr=0.1)  ->  async_steps.optimizers {stage: optimizer}
+Pipeline.step(batch, target)                          ->  one run: start, micro-batches and steps
+async_steps.state_dict(), load_state_dict(state)      ->  of this process's stages; those of all
+                                                          ranks put together load too
 """
 
 from __future__ import annotations
@@ -12,25 +13,39 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from pyops.comm.agreement import agree
+from pyops.comm.agreement import ranks_agree
+from pyops.mesh import ProcessGroupLike
 from pyops.pipeline.runtime.microbatch import loss_weights
+from pyops.pipeline.runtime.pipeline_config import MakeOptimizer, PipeMareOptions
 from pyops.pipeline.runtime.stage import Stage
-from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, PipeMareOptions, StageOptimizer
+from pyops.pipeline.runtime.stage_optimizer import StageOptimizer
 from pyops.pipeline.schedules.asynchronous import step_groups, synchronous
 from pyops.pipeline.schedules.schedule import Schedule
 
-__all__ = ["Stream"]
+__all__ = ["AsyncSteps"]
 
 
-class Stream:
-    """The steps of all `stages` of this process; none where the schedule takes none.
+class AsyncSteps:
+    """The optimizer steps of all `stages` of this process; none where the schedule takes none.
 
-    tied: names of parameters that several stages share. ValueError, on every rank alike, for an
-    optimizer where none is needed or none where one is, remedies that don't go with the schedule,
-    tied parameters, steps of unlike micro-batches.
+    of_stage: the optimizer and weight versions of each stage. groups: the micro-batches of each
+    step. calls: of `Pipeline.step` so far. synchronous: the schedule of calls that are synchronous
+    (`PipeMareOptions.synchronous`), None where there are none.
+
+    Args:
+        schedule: The schedule of the pipeline.
+        stages: {number: stage} of this process.
+        optimizer: Makes the optimizer of a stage from its parameters.
+        pipemare: What is done about stale weights.
+        tied: Names of parameters that several stages share.
+        group: The ranks of the pipeline.
+
+    Raises:
+        ValueError: On every rank alike, for an optimizer where none is needed or none where one is,
+            PipeMare options that do not go with the schedule, tied parameters, or steps of unlike
+            micro-batches.
     """
 
     def __init__(
@@ -39,82 +54,77 @@ class Stream:
         stages: Mapping[int, Stage],
         *,
         optimizer: MakeOptimizer | None,
-        remedies: PipeMareOptions | None,
+        pipemare: PipeMareOptions | None,
         tied: Sequence[Sequence[str]],
-        group: dist.ProcessGroup | None,
+        group: ProcessGroupLike,
     ) -> None:
         self.name = schedule.name
-        self.stepping: dict[int, StageOptimizer] = {}
+        self.of_stage: dict[int, StageOptimizer] = {}
         self.groups: list[tuple[int, ...]] = []
-        error: Exception | None = None
-        try:
-            _check(schedule, optimizer, remedies, tied)
+        with ranks_agree(group):
+            _check(schedule, optimizer, pipemare, tied)
             self.groups = step_groups(schedule)
             if optimizer is not None:
                 for index, stage in stages.items():
-                    self.stepping[index] = StageOptimizer(
-                        stage, schedule, optimizer=optimizer, remedies=remedies or PipeMareOptions()
+                    self.of_stage[index] = StageOptimizer(
+                        stage,
+                        schedule,
+                        make_optimizer=optimizer,
+                        pipemare=pipemare or PipeMareOptions(),
                     )
-        except Exception as caught:
-            error = caught
-        if group is not None:
-            agree(error, group=group)
-        elif error is not None:
-            raise error
         self.calls = 0
-        self._early = remedies.synchronous if remedies is not None else 0
-        self.synchronous = synchronous(schedule) if self._early else None
+        self._synchronous_calls = pipemare.synchronous if pipemare is not None else 0
+        self.synchronous = synchronous(schedule) if self._synchronous_calls else None
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
-        """{stage: its optimizer}, of the stages here that have parameters to train; such as for
-        learning rate schedules."""
+        """{stage: its optimizer} of the stages here that have parameters to train, such as for
+        schedulers of the learning rate."""
         return {
             index: each.optimizer
-            for index, each in self.stepping.items()
+            for index, each in self.of_stage.items()
             if each.optimizer is not None
         }
 
     @property
-    def early(self) -> bool:
-        """Whether the next call of `step` is synchronous."""
-        return self.calls < self._early
+    def next_is_synchronous(self) -> bool:
+        """Whether the next call of `Pipeline.step` is synchronous."""
+        return self.calls < self._synchronous_calls
 
     @contextlib.contextmanager
-    def stretch(self) -> Iterator[None]:
-        """Within, the stages run one stretch of the stream; afterwards their parameters are the
-        newest, however it ended."""
-        for each in self.stepping.values():
-            each.begin(synchronous=self.early)
+    def one_call(self) -> Iterator[None]:
+        """Within, the stages run one call of `Pipeline.step`; afterwards their parameters are the
+        newest version, however the call ended."""
+        for each in self.of_stage.values():
+            each.begin(synchronous=self.next_is_synchronous)
         try:
             yield
         finally:
-            for each in self.stepping.values():
+            for each in self.of_stage.values():
                 each.end()
 
-    def seeds(
+    def grad_weights(
         self,
-        counted: Sequence[Any],
-        count: Callable[[Any], Any] | None,
+        targets: Sequence[Any],
+        denominator: Callable[[Any], Any] | None,
         *,
         scale: float,
         reduction: str,
     ) -> list[float]:
-        """How much each micro-batch counts in the gradient of its step: its portion of that, or 1
-        where losses are sums."""
+        """How much each micro-batch counts in the gradient of its step: its part of the terms of
+        that step, or 1 where losses are sums. ValueError for a scale other than 1."""
         if scale != 1:
             raise ValueError(
                 f"scale is {scale}, but the schedule {self.name!r} takes its steps "
                 "itself; leave scale out"
             )
-        found = [1.0] * len(counted)
+        found = [1.0] * len(targets)
         if reduction == "sum":
             return found
         for group in self.groups:
-            for number, portion in zip(
-                group, loss_weights([counted[n] for n in group], count), strict=True
-            ):
-                found[number] = portion
+            weights = loss_weights([targets[number] for number in group], denominator)
+            for number, weight in zip(group, weights, strict=True):
+                found[number] = weight
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,37 +132,38 @@ class Stream:
         tensors, numbers, strings."""
         return {
             "calls": self.calls,
-            "stages": {str(index): each.state() for index, each in self.stepping.items()},
+            "stages": {str(index): each.state_dict() for index, each in self.of_stage.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, on this rank or on several whose stages were put
         together.
 
-        ValueError, before anything is changed, for a state that lacks a stage or belongs to other
-        boundaries.
+        Raises:
+            ValueError: Before anything is changed, for a state that lacks a stage or belongs to
+                other boundaries.
         """
         stages = state["stages"]
-        for index, each in self.stepping.items():
+        for index, each in self.of_stage.items():
             if str(index) not in stages:
                 raise ValueError(
                     f"the state has stages {', '.join(stages)}, not {index}; put those "
                     "of all ranks together"
                 )
-            each.check(stages[str(index)])
-        for index, each in self.stepping.items():
-            each.load(stages[str(index)])
+            each.check_state(stages[str(index)])
+        for index, each in self.of_stage.items():
+            each.load_state_dict(stages[str(index)])
         self.calls = int(state["calls"])
 
 
 def _check(
     schedule: Schedule,
     optimizer: MakeOptimizer | None,
-    remedies: PipeMareOptions | None,
+    pipemare: PipeMareOptions | None,
     tied: Sequence[Sequence[str]],
 ) -> None:
     if not schedule.takes_steps:
-        for what, value in (("optimizer", optimizer), ("remedies", remedies)):
+        for what, value in (("optimizer", optimizer), ("pipemare", pipemare)):
             if value is not None:
                 raise ValueError(
                     f"{what} is given, but the schedule {schedule.name!r} takes no "
@@ -162,21 +173,19 @@ def _check(
         return
     if optimizer is None:
         raise ValueError(
-            f"the schedule {schedule.name!r} takes its steps while micro-batches are "
-            "under way, and needs an optimizer for "
-            "every stage: give optimizer=, such as lambda parameters: SGD(parameters, lr=0.1)"
+            f"the schedule {schedule.name!r} takes its steps while micro-batches are in flight, "
+            "and needs an optimizer for every stage: give optimizer=, such as "
+            "lambda parameters: SGD(parameters, lr=0.1)"
         )
-    if remedies is not None and remedies.decay is not None and schedule.weights != "newest":
+    if pipemare is not None and pipemare.decay is not None and schedule.weights != "newest":
         raise ValueError(
-            f"decay is {remedies.decay}, but the schedule {schedule.name!r} has backward "
-            "meet the weights of its forward "
-            f"(weights {schedule.weights!r}), which leaves nothing to correct; leave "
-            "decay out, or take 'pipemare'"
+            f"decay is {pipemare.decay}, but with the schedule {schedule.name!r} backward meets "
+            f"the weights of its forward (weights {schedule.weights!r}), which leaves nothing to "
+            "correct; leave decay out, or take 'pipemare'"
         )
     if tied:
         raise ValueError(
             f"{' and '.join(tied[0])} are one parameter on several stages, each of which "
-            "would step it, but the schedule "
-            f"{schedule.name!r} steps stages by themselves; choose boundaries with both "
-            "on one stage"
+            f"would step it, but the schedule {schedule.name!r} steps stages by themselves; "
+            "choose boundaries with both on one stage"
         )

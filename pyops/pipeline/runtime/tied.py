@@ -1,9 +1,11 @@
 """Tied weights: a parameter that layers of several stages share, such as an embedding that is the
 head's weight as well.
 
-    rank 0   embedding.weight   gradient g0 --.      .-- g0 + g3        each rank has a copy of its own; when a step ends, all
-    rank 3   head.weight        gradient g3 --+- sum-+-- g0 + g3        have the sum of its gradients, with the same bits: what
-                                                                        starts equal, and is stepped alike, stays equal
+    rank 0   embedding.weight   gradient g0 --.       .-- g0 + g3      each rank has its own copy
+    rank 3   head.weight        gradient g3 --+- sum -+-- g0 + g3
+
+When a step ends, all copies have the sum of the gradients, with the same bits: what starts equal,
+and is stepped alike, stays equal.
 
 In one process the parameter is one object, and autograd adds to its one gradient. Norms over the
 pipeline count it once.
@@ -19,16 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather
-from pyops.comm.collectives.functional import all_reduce
+from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.failure import PeerError
-from pyops.ops.optimizers.grad_norm import squared_norm
+from pyops.mesh import ProcessGroupLike, resolve
 from pyops.pipeline.schedules.orders import Orders
 
-__all__ = ["TiedParameters", "norm_of", "squares_of", "tied_names"]
+__all__ = ["TiedParameters", "tied_names"]
 
 Names = tuple[str, ...]
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TiedParameter(NamedTuple):
@@ -43,58 +43,65 @@ def tied_names(
     boundaries: Sequence[int],
     *,
     declared: Iterable[Sequence[str]] = (),
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
 ) -> tuple[Names, ...]:
     """Groups of names ("0.weight", "5.head.weight": the layer's number, the name in it) of one
-    parameter in several stages.
+    parameter in several stages. Collective.
 
     What any rank finds holds for all: layers that one rank has on the meta device may be real ones
-    on another, where nothing shows that they are tied. declared: groups of names that are nowhere
-    one object.
-    ValueError, on every rank alike, for names that are none, and for names of parameters that
-    differ in shape or dtype.
+    on another, where nothing shows that they are tied.
+
+    Args:
+        layers: All layers of the model.
+        boundaries: The first layer of each stage, and the number of layers.
+        declared: Groups of names of parameters that are one although they are not one object.
+        group: The ranks of the pipeline.
+
+    Raises:
+        ValueError: On every rank alike, for names that no layer has, and for parameters that differ
+            in shape or dtype.
     """
-    own = {
+    parameters = {
         f"{i}.{name}": p
         for i, layer in enumerate(layers)
         for name, p in layer.named_parameters(remove_duplicate=False)
     }
     shared: dict[int, list[str]] = {}
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         shared.setdefault(id(parameter), []).append(name)
-    error: Exception | None = None
-    try:
+    with ranks_agree(group):
         given = [tuple(names) for names in declared]
         for name in itertools.chain(*given):
-            if name not in own:
+            if name not in parameters:
                 raise ValueError(
                     f"tied names {name!r}, which no layer has; write the layer's number "
                     "and the parameter's name in it, such "
-                    f"as {next(iter(own), '0.weight')!r}"
+                    f"as {next(iter(parameters), '0.weight')!r}"
                 )
-    except Exception as caught:
-        error, given = caught, []
-    _agree(error, group)
     found = [*given, *(tuple(names) for names in shared.values() if len(names) > 1)]
-    several = itertools.chain(*(gather(found, group=group) if group is not None else [found]))
-    merged = _merged(several, list(own))
-    stage_of = {name: _stage_of(int(name.split(".")[0]), boundaries) for name in own}
+    merged = _merged(itertools.chain(*gather(found, group=group)), list(parameters))
+    stage_of = {name: _stage_of(int(name.split(".")[0]), boundaries) for name in parameters}
     across = tuple(names for names in merged if len({stage_of[name] for name in names}) > 1)
-    _agree(
-        next(
-            (each for each in (_unlike(names, own) for names in across) if each is not None), None
-        ),
-        group,
-    )
+    with ranks_agree(group):
+        for names in across:
+            _check_alike(names, parameters)
     return across
 
 
 class TiedParameters:
     """The tied parameters of which this process has a copy.
 
-    named: the process's parameters by their names; names: from `tied_names`. tag: of messages that
-    nobody else sends. ValueError, on every rank alike, where a rank has two copies of what is tied,
-    or a fp32 sum (`main_grad`) of one.
+    Args:
+        named: The parameters of this process by their names.
+        names: Groups of names, from `tied_names`.
+        boundaries: The first layer of each stage, and the number of layers.
+        orders: Tells which rank has which stage.
+        group: The ranks of the pipeline.
+        tag: Of messages that nobody else sends.
+
+    Raises:
+        ValueError: On every rank alike, where a rank has two copies of one parameter, or an fp32
+            sum (`main_grad`) of one.
     """
 
     def __init__(
@@ -104,34 +111,32 @@ class TiedParameters:
         boundaries: Sequence[int],
         orders: Orders,
         *,
-        group: dist.ProcessGroup | None,
+        group: ProcessGroupLike,
         tag: int,
     ) -> None:
-        self.group, self.tag = group, tag
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.group, self.tag = resolve(group, "TiedParameters"), tag
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.ties: list[TiedParameter] = []
-        error: Exception | None = None
-        for each in names:
-            copies = {id(named[name]): named[name] for name in each if name in named}
-            if len(copies) > 1:
-                error = ValueError(
-                    f"{' and '.join(name for name in each if name in named)} are tied "
-                    "and on one rank, but are two parameters; "
-                    "let the layers share one"
-                )
-            elif copies and group is not None:
+        with ranks_agree(group):
+            for each in names:
+                copies = {id(named[name]): named[name] for name in each if name in named}
+                if len(copies) > 1:
+                    raise ValueError(
+                        f"{' and '.join(name for name in each if name in named)} are tied "
+                        "and on one rank, but are two parameters; let the layers share one"
+                    )
+                if not copies or self.group is None:
+                    continue
                 ranks = [
                     orders.rank_of[_stage_of(int(name.split(".")[0]), boundaries)] for name in each
                 ]
-                self.ties.append(
-                    TiedParameter(next(iter(copies.values())), list(dict.fromkeys(ranks)))
-                )
-                if hasattr(self.ties[-1].parameter, "main_grad"):
-                    error = ValueError(
+                tie = TiedParameter(next(iter(copies.values())), list(dict.fromkeys(ranks)))
+                if hasattr(tie.parameter, "main_grad"):
+                    raise ValueError(
                         f"{each[0]} is tied and has a main_grad, which is not summed "
                         "over ranks; drop that"
                     )
-        _agree(error, group)
+                self.ties.append(tie)
         self.ties = [tie for tie in self.ties if len(tie.holders) > 1]
         self.elsewhere = {id(tie.parameter) for tie in self.ties if tie.holders[0] != self.rank}
         self._before: list[Tensor | None] = []
@@ -171,21 +176,21 @@ class TiedParameters:
         if not self.ties:
             return
         peers = sorted({peer for _, holders in self.ties for peer in holders if peer != self.rank})
-        mine = torch.tensor(
+        has_grad = torch.tensor(
             [not failed and parameter.grad is not None for parameter, _ in self.ties],
             dtype=torch.uint8,
             device="cpu",
         )
-        has: dict[int, list[bool]] = {self.rank: mine.bool().tolist()}
+        has: dict[int, list[bool]] = {self.rank: has_grad.bool().tolist()}
         arriving = {}
         for peer in peers:
-            some = [i for i, (_, holders) in enumerate(self.ties) if peer in holders]
-            arriving[peer] = self._receive(mine[some], peer), some
-        self._finish([self._send(mine[some], peer) for peer, (_, some) in arriving.items()])
-        for peer, (flags, some) in arriving.items():
+            common = [i for i, (_, holders) in enumerate(self.ties) if peer in holders]
+            arriving[peer] = self._receive(has_grad[common], peer), common
+        self._finish([self._send(has_grad[common], peer) for peer, (_, common) in arriving.items()])
+        for peer, (flags, common) in arriving.items():
             self._finish([flags])
             has[peer] = [False] * len(self.ties)
-            for i, flag in zip(some, flags[1].tolist(), strict=True):
+            for i, flag in zip(common, flags[1].tolist(), strict=True):
                 has[peer][i] = bool(flag)
         for i, (tie, before) in enumerate(zip(self.ties, self._before, strict=True)):
             self._sum(tie, {rank: has[rank][i] for rank in tie.holders}, before)
@@ -200,13 +205,13 @@ class TiedParameters:
             return
         others = [peer for peer in holders if peer != self.rank]
         arriving = {peer: self._receive(parameter.detach(), peer) for peer in others if has[peer]}
-        mine = parameter.grad if has[self.rank] else None
-        leaving = [] if mine is None else [self._send(mine, peer) for peer in others]
+        own = parameter.grad if has[self.rank] else None
+        leaving = [] if own is None else [self._send(own, peer) for peer in others]
         self._finish([*arriving.values(), *leaving])
         total: Tensor | None = None
-        for rank in holders:  # in this order everywhere
+        for rank in holders:  # in this order on every rank: sums have the same bits
             if has[rank]:
-                part = mine if rank == self.rank else arriving[rank][1].to(parameter.device)
+                part = own if rank == self.rank else arriving[rank][1].to(parameter.device)
                 assert part is not None
                 total = part.clone() if total is None else total.add_(part)
         assert total is not None
@@ -215,7 +220,7 @@ class TiedParameters:
         if parameter.grad is None:
             parameter.grad = total.to(parameter.dtype)
         else:
-            parameter.grad.copy_(total)  # which may be a view that somebody reads
+            parameter.grad.copy_(total)  # in place: .grad may be a view of a bucket
 
     def _send(self, tensor: Tensor, peer: int) -> tuple[Any, Tensor, int]:
         tensor = tensor.detach().cpu().contiguous()
@@ -238,43 +243,6 @@ class TiedParameters:
                 raise PeerError(peer, error) from error
 
 
-def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> Tensor:
-    """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on
-    the CPU, the same on all."""
-    total = squares_of(parameters)
-    if group is not None:
-        all_reduce(total, group=group)
-    return total.sqrt().float()
-
-
-def squares_of(parameters: Iterable[Tensor]) -> Tensor:
-    """The sum of the squares of their gradients: a float64 scalar on the CPU."""
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    fast: list[Tensor] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or not gradient.numel():
-            continue
-        if (
-            gradient.device.type == "cpu"
-            and gradient.dtype in KERNEL_DTYPES
-            and gradient.is_contiguous()
-        ):
-            fast.append(gradient)
-        else:
-            total += gradient.detach().double().square().sum().cpu()
-    if fast:
-        total += squared_norm(fast)[0]
-    return total
-
-
-def _agree(error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        agree(error, group=group)
-    elif error is not None:
-        raise error
-
-
 def _stage_of(layer: int, boundaries: Sequence[int]) -> int:
     return next(
         stage for stage, (a, b) in enumerate(itertools.pairwise(boundaries)) if a <= layer < b
@@ -295,18 +263,18 @@ def _merged(several: Iterable[Sequence[str]], order: Sequence[str]) -> list[Name
     return sorted(groups.values(), key=lambda names: place[names[0]])
 
 
-def _unlike(names: Names, own: Mapping[str, Tensor]) -> ValueError | None:
-    first = own[names[0]]
+def _check_alike(names: Names, parameters: Mapping[str, Tensor]) -> None:
+    """ValueError for tied parameters that can't be one."""
+    first = parameters[names[0]]
     for name in names[1:]:
-        other = own[name]
+        other = parameters[name]
         if (other.shape, other.dtype, other.requires_grad) != (
             first.shape,
             first.dtype,
             first.requires_grad,
         ):
-            return ValueError(
-                f"{names[0]} and {name} are tied, but one is {tuple(first.shape)} "
-                f"{first.dtype}, the other "
-                f"{tuple(other.shape)} {other.dtype}, or one of them is frozen; they must be alike"
+            raise ValueError(
+                f"{names[0]} and {name} are tied, but one is {tuple(first.shape)} {first.dtype}, "
+                f"the other {tuple(other.shape)} {other.dtype}, or one of them is frozen; they "
+                "must be alike"
             )
-    return None

@@ -1,5 +1,5 @@
-"""WeightVersions: which weights the micro-batches of a stage meet, where steps are taken while others are
-under way.
+"""WeightVersions: which weights the micro-batches of a stage meet, where steps are taken while other
+micro-batches are in flight.
 
     stage 0 of 3, pipedream    0F0   0F1   0F2   0B0   0U0   0F3   0B1   0U1   0F4   0B2   ...
     newest                      w0    w0    w0    w0    w1    w1    w1    w2    w2    w2
@@ -36,18 +36,19 @@ class WeightVersions:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.most = 1
+        self.max_kept = 1
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         """How many versions there are in memory now, the newest among them."""
         return 1
 
     def begin(self, *, synchronous: bool) -> None:
-        """A stretch of the stream begins. synchronous: nothing is under way in any of its steps."""
+        """A call of `Pipeline.step` begins. synchronous: no micro-batch is in flight in any of its
+        optimizer steps."""
 
     def end(self) -> None:
-        """The stretch is over, or has failed: the newest version is in place."""
+        """The call is over, or has failed: the newest version is in place."""
 
     @contextlib.contextmanager
     def weights_for(self, action: Action) -> Iterator[None]:
@@ -58,28 +59,30 @@ class WeightVersions:
     def stepping(self, action: Action) -> Iterator[None]:
         """Within, the parameters are the newest version, and may be changed to the next one:
         `action` is that U."""
-        with _unseen(self.parameters):
+        with _unseen_by_autograd(self.parameters):
             yield
 
 
 class StashedWeights(WeightVersions):
-    """Every micro-batch meets the version that the schedule says; a version is kept until nobody
-    needs it."""
+    """Every micro-batch meets the version that the schedule says (PipeDream's weight stashing); a
+    version is kept until its last use."""
 
     def __init__(self, parameters: Sequence[Tensor], schedule: Schedule, stage: int) -> None:
         super().__init__(parameters)
         order = [
             action for action in schedule.ranks[schedule.rank_of[stage]] if action.stage == stage
         ]
-        self._place = {action: place for place, action in enumerate(order)}
+        self._position = {action: position for position, action in enumerate(order)}
         self._version = {action: schedule.version(action) for action in order if action.kind != "U"}
-        self._until = {version: self._place[action] for action, version in self._version.items()}
+        self._last_use = {
+            version: self._position[action] for action, version in self._version.items()
+        }
         self._newest = self._here = 0
         self._memory: dict[int, list[Tensor]] = {}
         self._synchronous = False
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         return max(1, len(self._memory))
 
     def begin(self, *, synchronous: bool) -> None:
@@ -100,25 +103,23 @@ class StashedWeights(WeightVersions):
         version = self._version[action]
         self._switch(version)
         yield
-        if version < self._newest and self._until[version] == self._place[action]:
-            del self._memory[
-                version
-                # the parameters hold on to it until the next action, which makes none before it
-                # switches
-            ]
+        if version < self._newest and self._last_use[version] == self._position[action]:
+            # The parameters hold on to this memory until the next action switches them, and nothing
+            # is allocated in between.
+            del self._memory[version]
 
     @contextlib.contextmanager
     def stepping(self, action: Action) -> Iterator[None]:
         self._switch(self._newest)
         old = self._memory[self._newest]
-        if not self._synchronous and self._until.get(self._newest, -1) > self._place[action]:
+        if not self._synchronous and self._last_use.get(self._newest, -1) > self._position[action]:
             self._memory[self._newest + 1] = [t.clone() for t in old]
         else:
             self._memory[self._newest + 1] = self._memory.pop(self._newest)
-        self.most = max(self.most, self.kept)
+        self.max_kept = max(self.max_kept, self.num_kept)
         self._newest += 1
         self._switch(self._newest)
-        with _unseen(self.parameters):
+        with _unseen_by_autograd(self.parameters):
             yield
         self._memory[self._newest] = [p.data for p in self.parameters]
 
@@ -128,7 +129,8 @@ class StashedWeights(WeightVersions):
         for p, memory in zip(self.parameters, self._memory[version], strict=True):
             p.data = memory
         self._here = version
-        torch.clear_autocast_cache()  # which knows parameters, not their memory
+        # The autocast cache is keyed by the parameter object, whose memory is another one now.
+        torch.clear_autocast_cache()
 
 
 class CorrectedWeights(WeightVersions):
@@ -181,14 +183,14 @@ class CorrectedWeights(WeightVersions):
         if not age:
             yield
             return
-        with _unseen(self.parameters), torch.no_grad():
+        with _unseen_by_autograd(self.parameters), torch.no_grad():
             torch._foreach_add_(self.parameters, self.drift, alpha=-age)
         yield
         self._restore()
 
     @contextlib.contextmanager
     def stepping(self, action: Action) -> Iterator[None]:
-        with _unseen(self.parameters):
+        with _unseen_by_autograd(self.parameters):
             yield
         if self.corrects:
             with torch.no_grad():
@@ -199,14 +201,14 @@ class CorrectedWeights(WeightVersions):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        with _unseen(self.parameters):
+        with _unseen_by_autograd(self.parameters):
             torch._foreach_copy_(self.parameters, self._newest)
 
 
 @contextlib.contextmanager
-def _unseen(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within, parameters may be changed in place though graphs under way have them: autograd takes
-    no notice.
+def _unseen_by_autograd(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within, parameters may be changed in place though graphs of micro-batches in flight have them:
+    autograd's version counters stay as they are.
 
     Sound because a schedule says which weights a backward meets: others than its forward's where it
     means to.

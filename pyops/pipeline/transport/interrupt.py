@@ -2,9 +2,11 @@
 waits for one that left.
 
     rank 0   0F0  0F1  0F2   -   -   -   the step ends: RuntimeError, rank 1 was interrupted
-    rank 1   1F0  1B0 ^C  -   -   -   -  the step ends: KeyboardInterrupt            - sends that it failed, computes nothing
+    rank 1   1F0  1B0 ^C  -   -   -   -  the step ends: KeyboardInterrupt
 
-The action under way ends first. A second Ctrl-C is raised at once, wherever the rank is; then the
+    -        sends that it failed, computes nothing
+
+The action in progress ends first. A second Ctrl-C is raised at once, wherever the rank is; then the
 pipeline is of no more use.
 """
 
@@ -20,35 +22,35 @@ __all__ = ["Interrupt", "defer_interrupts"]
 
 
 class Interrupt:
-    """Whether an interrupt waits to be raised."""
+    """An interrupt that is held back; `pending` while one waits to be raised."""
 
     def __init__(self) -> None:
-        self.waits = False
+        self.pending = False
 
     def check(self) -> None:
-        """Raise the one that waits."""
-        if self.waits:
-            self.waits = False
+        """Raise KeyboardInterrupt if one is pending."""
+        if self.pending:
+            self.pending = False
             raise KeyboardInterrupt
 
-    def note(self, number: int, frame: Any) -> None:
-        """A signal handler."""
-        if self.waits:
+    def handle(self, number: int, frame: Any) -> None:
+        """The signal handler: the first interrupt is held back, a second one is raised."""
+        if self.pending:
             raise KeyboardInterrupt
-        self.waits = True
+        self.pending = True
 
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[Interrupt]:
-    """Within, SIGINT is noted; what nobody has raised by the end is raised then. Only on the main
-    thread, where Python raises it, and only where it would: a handler of somebody's own is left
-    alone."""
+    """Within, SIGINT is held back; one that is still pending at the end is raised then. Only on the
+    main thread, where Python raises it, and only with Python's own handler: a handler that the
+    program has set stays in place."""
     interrupt = Interrupt()
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield interrupt
         return
-    signal.signal(signal.SIGINT, interrupt.note)
+    signal.signal(signal.SIGINT, interrupt.handle)
     try:
         yield interrupt
     finally:

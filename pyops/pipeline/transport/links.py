@@ -1,9 +1,10 @@
-"""Links: all channels of one rank for a schedule, and what carries them: the group, mailboxes,
-groups from device to device.
+"""All channels of one rank for a schedule, and what carries them: the group, mailboxes, groups from
+device to device.
 
-    shape and short tensors    a mailbox where both ranks are on one host, else the group's CPU backend (Gloo)
-    tensors on the CPU         the same
-    tensors on a GPU           a group of the channel's two ranks by NCCL, where the group has that; else over the host
+    shape, short tensors    a mailbox where both ranks are on one host, otherwise the group's CPU
+    tensors on the CPU      backend (Gloo)
+    tensors on a GPU        a group of the channel's two ranks by NCCL, where the group has NCCL;
+                            otherwise over the host
 
 Each channel has a group of its own for its GPU tensors, since those of one group follow one
 another: an activation that a rank sends would stand before the gradient that its neighbour sends
@@ -20,62 +21,78 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.pipeline.schedules.orders import Orders
-from pyops.pipeline.transport.channel import DeviceGroup, Edge, ReceiveChannel, SendChannel
+from pyops.pipeline.transport.channel import (
+    ChannelPeer,
+    DeviceGroup,
+    Edge,
+    ReceiveChannel,
+    SendChannel,
+)
 from pyops.pipeline.transport.mailboxes import Name, open_mailboxes
 from pyops.torch_private import group_store, set_timeout
 
 __all__ = ["open_channels"]
 
-MARKS = MappingProxyType({"F": 0, "B": 2, "FS": 4, "BS": 6})  # each kind has two tags
+TAG_OFFSETS = MappingProxyType({"F": 0, "B": 2, "FS": 4, "BS": 6})  # each kind has two tags
 
 
 def open_channels(
     orders: Orders, *, group: dist.ProcessGroup, tag: int, device: torch.device
 ) -> tuple[dict[Edge, ReceiveChannel], dict[Edge, SendChannel]]:
-    """{edge: channel} of what comes for this rank's stages, and of what leaves them. A collective.
+    """The channels of this rank. Collective.
 
-    tag: the first of eight that are free. device: that of this rank's layers; of one kind on all
-    ranks.
+    Args:
+        orders: What travels between the ranks.
+        group: The ranks of the pipeline.
+        tag: The first of eight that are free.
+        device: Of this rank's layers; of one type on all ranks.
+
+    Returns:
+        {edge: channel} of the values that come for this rank's stages, and of those that leave
+        them.
     """
     incoming: dict[Edge, ReceiveChannel] = {}
     outgoing: dict[Edge, SendChannel] = {}
     rank = dist.get_rank(group)
     mailboxes = open_mailboxes(orders.transfers, group=group)
-    directs = _directs(orders.transfers, group=group, device=device, tag=tag)
+    device_groups = _device_groups(orders.transfers, group=group, device=device, tag=tag)
     timeout = Communicator.of(group).timeout(torch.device("cpu"))
     for name, transfers in orders.transfers.items():
         source, target, kind = name
-        carriers: dict[str, Any] = {
-            "tag": tag + MARKS[kind],
-            "mailbox": mailboxes.get(name),
-            "direct": directs.get(name),
-        }
+        if rank not in (source, target):
+            continue
+        peer = ChannelPeer(
+            group,
+            source if rank == target else target,
+            tag + TAG_OFFSETS[kind],
+            mailboxes.get(name),
+            device_groups.get(name),
+        )
         if target == rank:
             channel = ReceiveChannel(
-                group,
-                source,
+                peer,
                 transfers=transfers,
                 timeout=timeout,
-                flush=partial(_flushed, outgoing),
+                flush=partial(_flush_all, outgoing),
                 device=device,
-                **carriers,
             )
             incoming |= {each.edge: channel for each in transfers}
-        elif source == rank:
-            sending = SendChannel(group, target, length=len(transfers), **carriers)
+        else:
+            sending = SendChannel(peer, num_messages=len(transfers))
             outgoing |= {each.edge: sending for each in transfers}
     return incoming, outgoing
 
 
-def _flushed(outgoing: Mapping[Edge, SendChannel]) -> bool:
-    # All of them: one that is behind must not keep another from being looked at.
+def _flush_all(outgoing: Mapping[Edge, SendChannel]) -> bool:
+    # A list, not a generator: a channel that is behind must not keep another from being flushed.
     return all([channel.flush() for channel in outgoing.values()])
 
 
-def _directs(
+def _device_groups(
     channels: Iterable[Name], *, group: dist.ProcessGroup, device: torch.device, tag: int
 ) -> dict[Name, DeviceGroup]:
     """A group of two for each of this rank's channels, where `group` carries GPU tensors by
@@ -88,9 +105,9 @@ def _directs(
 def _pairs(
     channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str, tag: int
 ) -> dict[Name, DeviceGroup]:
-    # Not by dist.new_group: that is for all ranks there are, or names a group after how many others
-    # its ranks are in, which the two ends of a channel need not have alike. A place in the group's
-    # store, under a tag that is used once, is their own.
+    # Not by dist.new_group, which all ranks must call, or which names a group by the number of
+    # groups its ranks are in, and the two ends of a channel may be in different numbers of groups.
+    # A prefix in the group's store, under a tag that is used once, is theirs alone.
     rank, store = dist.get_rank(group), group_store(group)
     timeout = timedelta(seconds=Communicator.of(group).timeout(torch.device("cpu")))
     found: dict[Name, DeviceGroup] = {}
@@ -105,7 +122,7 @@ def _pairs(
     return found
 
 
-def _pair(store: dist.Store, rank: int, *, backend: str, timeout: timedelta) -> Any:
+def _pair(store: Store, rank: int, *, backend: str, timeout: timedelta) -> Any:
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, 2, timeout)
     nccl = dist.distributed_c10d.ProcessGroupNCCL

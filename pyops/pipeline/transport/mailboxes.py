@@ -1,7 +1,7 @@
 """Mailboxes: shared memory between two ranks of one host, for the short messages of their channels
 (csrc/native/mailbox.cpp).
 
-    writers make theirs -- the names go round -- readers open them -- all say so -- writers remove the names
+    writers create them -- gather names -- readers open them -- gather -- writers remove the names
 
 From then on no file is left behind, whatever dies. Ranks on different hosts, or without kernels,
 have none.
@@ -25,32 +25,33 @@ Name = tuple[int, int, str]  # source rank, target rank, kind
 
 
 def open_mailboxes(channels: Iterable[Name], *, group: dist.ProcessGroup) -> dict[Name, Any]:
-    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective over
-    the same channels."""
+    """This rank's ends of the mailboxes of `channels`, of those that could be made. Collective:
+    every rank gives the same channels."""
     rank, module = dist.get_rank(group), native()
-    made: dict[Name, Any] = {}
+    created: dict[Name, Any] = {}
     names: dict[Name, str] = {}
     if module is not None:
         for channel in channels:
             if channel[0] == rank:
                 name = f"/pyops-{secrets.token_hex(8)}"
                 try:
-                    made[channel] = module.Mailbox(name, True)
+                    created[channel] = module.Mailbox(name, True)
                 except RuntimeError:  # no shared memory, or none left: messages go by the group
                     continue
                 names[channel] = name
     opened: dict[Name, Any] = {}
     try:
-        cards = gather((host(), names), group=group)
-        for where, others in cards:
-            for channel, name in others.items():
-                if channel[1] == rank and where == host() and module is not None:
+        for peer_host, peer_names in gather((host(), names), group=group):
+            for channel, name in peer_names.items():
+                if channel[1] == rank and peer_host == host() and module is not None:
                     try:
                         opened[channel] = module.Mailbox(name, False)
                     except RuntimeError:
                         continue
-        both = {channel for some in gather(list(opened), group=group) for channel in some}
+        usable = {channel for several in gather(list(opened), group=group) for channel in several}
     finally:
-        for mailbox in made.values():
+        for mailbox in created.values():
             mailbox.unlink()
-    return {channel: mailbox for channel, mailbox in (made | opened).items() if channel in both}
+    return {
+        channel: mailbox for channel, mailbox in (created | opened).items() if channel in usable
+    }

@@ -1,13 +1,15 @@
 """Message: any value that stages give each other as one run of bytes that tells its own shape;
 taken apart and put together.
 
-    flags 8 | bytes in all 8 | bytes of the shape 8 | made at, ns 8 | shape, as JSON | tensors, each from a multiple of 64
+    flags | bytes in all | bytes of the shape | packed at, ns | shape, as JSON | tensors, each from
+      8          8                 8                  8                          a multiple of 64
 
-    x [2, 3] float32                 ["tensor", "float32", [2, 3], true]          true: it wants a gradient
-    (x, {"n": 3, "mask": None})      ["tuple", [[..], ["dict", ["n", "mask"], [["plain", 3], ["plain", null]]]]]
+    x [2, 3] float32              ["tensor", "float32", [2, 3], true]     true: requires a gradient
+    (x, {"n": 3, "mask": None})   ["tuple", [[..], ["dict", ["n", "mask"],
+                                                            [["plain", 3], ["plain", null]]]]]
 
 A receiver need not know what comes: shapes may change from one micro-batch to the next. What is
-received are views of the bytes.
+received are views of the bytes of the message.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ Header = tuple[int, int, int, int]  # flags, payload bytes, shape bytes, nanosec
 
 
 class MessageLayout:
-    """A value taken apart. shape: JSON, as bytes; tensors: in its order; offsets: where each begins
-    in a message; end."""
+    """A value taken apart: `shape` is JSON, as bytes, `tensors` are in its order, `offsets` are the
+    first byte of each tensor in a message, and `end` is the size of the message in bytes."""
 
     __slots__ = ("end", "offsets", "shape", "tensors")
 
@@ -62,18 +64,28 @@ class MessageLayout:
 
 
 def lay_out(value: Any, *, what: str) -> MessageLayout:
-    """Take a value apart. TypeError, which names `what`, for one that can't be sent, ValueError for
-    one without memory."""
+    """Take a value apart.
+
+    Args:
+        value: Tensors, numbers, strings, None, and tuples, lists and dicts of them.
+        what: Its name in errors.
+
+    Raises:
+        TypeError: It has something that can't be sent.
+        ValueError: It has a tensor without memory.
+    """
     if type(value) is Tensor and value.layout == torch.strided:  # the usual case, and the fast one
         require_memory(value, what)
         return MessageLayout(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
     tensors: list[Tensor] = []
-    return MessageLayout(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)
+    return MessageLayout(json.dumps(_flatten(value, tensors, what)).encode(), tensors)
 
 
-def pack(layout: MessageLayout, *, room: int | None = None, flags: int = 0) -> Tensor:
-    """The message (1-D uint8 on the CPU) of `room` bytes, by default as many as it needs."""
-    message = torch.empty(layout.end if room is None else room, dtype=torch.uint8, device="cpu")
+def pack(layout: MessageLayout, *, num_bytes: int | None = None, flags: int = 0) -> Tensor:
+    """The message (1-D uint8 on the CPU) of `num_bytes` bytes, by default as many as it needs."""
+    message = torch.empty(
+        layout.end if num_bytes is None else num_bytes, dtype=torch.uint8, device="cpu"
+    )
     shape, view = layout.shape, message.numpy().data
     HEADER.pack_into(view, 0, flags, layout.end, len(shape), time.monotonic_ns())
     view[HEADER.size : HEADER.size + len(shape)] = shape
@@ -86,19 +98,19 @@ def pack(layout: MessageLayout, *, room: int | None = None, flags: int = 0) -> T
 
 
 def restore(shape: bytes, tensors: list[Tensor]) -> Any:
-    """The value of a shape and its tensors; those that want a gradient are made leaves."""
-    return _put_together(_parsed(shape), iter(tensors))
+    """The value of a shape and its tensors; those that require a gradient are made leaves."""
+    return _unflatten(_parsed(shape), iter(tensors))
 
 
 def empty_tensors(shape: bytes, device: torch.device) -> list[Tensor]:
-    """Tensors as those of a shape, for what is received apart from it."""
+    """Uninitialized tensors like those of a shape, to receive them apart from it."""
     return [
         torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes, _, _ in _tensors_of(shape)
     ]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on a device; those that want a gradient are leaves there."""
+    """`value` with its tensors on a device; those that require a gradient are leaves there."""
     return tree_map(
         lambda t: (
             t.detach().to(device).requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
@@ -107,15 +119,14 @@ def to_device(value: Any, device: torch.device) -> Any:
     )
 
 
-def unpack(message: Tensor, view: memoryview, head: Header) -> Any:
+def unpack(message: Tensor, view: memoryview, header: Header) -> Any:
     """The value in a message (1-D uint8, of which `view` is a view), whose tensors are views of
     it."""
-    shape = bytes(view[HEADER.size : HEADER.size + head[2]])
-    tensors, at = [], HEADER.size + head[2]
+    shape = bytes(view[HEADER.size : HEADER.size + header[2]])
+    tensors, at = [], HEADER.size + header[2]
     for dtype, sizes, numel, nbytes in _tensors_of(shape):
         at = -(-at // ALIGNMENT) * ALIGNMENT
-        # An empty run of bytes can't be seen as another type where it begins, so those are made
-        # anew.
+        # torch can't view an empty run of bytes as another dtype, so empty tensors are made anew.
         tensors.append(
             message[at : at + nbytes].view(dtype).view(sizes)
             if numel
@@ -126,11 +137,13 @@ def unpack(message: Tensor, view: memoryview, head: Header) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _shape_of_one(dtype: torch.dtype, sizes: torch.Size, wants: bool) -> bytes:
-    return json.dumps(["tensor", str(dtype).removeprefix("torch."), list(sizes), wants]).encode()
+def _shape_of_one(dtype: torch.dtype, sizes: torch.Size, requires_grad: bool) -> bytes:
+    return json.dumps(
+        ["tensor", str(dtype).removeprefix("torch."), list(sizes), requires_grad]
+    ).encode()
 
 
-def _take_apart(value: Any, tensors: list[Tensor], what: str) -> Any:
+def _flatten(value: Any, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TypeError(
@@ -148,9 +161,9 @@ def _take_apart(value: Any, tensors: list[Tensor], what: str) -> Any:
     if value is None or isinstance(value, PLAIN):
         return ["plain", value]
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        return [type(value).__name__, [_take_apart(each, tensors, what) for each in value]]
+        return [type(value).__name__, [_flatten(each, tensors, what) for each in value]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return ["dict", list(value), [_take_apart(each, tensors, what) for each in value.values()]]
+        return ["dict", list(value), [_flatten(each, tensors, what) for each in value.values()]]
     raise TypeError(
         f"{what} has a {type(value).__name__}, which can't be sent to another stage; "
         "return tensors, numbers, strings, None, "
@@ -180,14 +193,14 @@ def _tensors_of(shape: bytes) -> tuple[tuple[torch.dtype, list[int], int, int], 
     return tuple(found)
 
 
-def _put_together(node: Any, tensors: Any) -> Any:
+def _unflatten(node: Any, tensors: Any) -> Any:
     kind = node[0]
     if kind == "tensor":
         tensor = next(tensors)
         return tensor.requires_grad_() if node[3] else tensor
     if kind == "plain":
         return node[1]
-    several = [_put_together(each, tensors) for each in node[-1]]
+    several = [_unflatten(each, tensors) for each in node[-1]]
     if kind == "dict":
         return dict(zip(node[1], several, strict=True))
     return tuple(several) if kind == "tuple" else several

@@ -21,7 +21,7 @@ from pyops.config import Config
 from pyops.mesh import Mesh
 from pyops.models import GPT, GPTConfig
 from pyops.models.vocabulary_head import IGNORED
-from pyops.pipeline import Action, Pipeline, Schedule, balance, custom
+from pyops.pipeline import Action, Pipeline, PipelineConfig, Schedule, balance, custom
 from pyops.pipeline.runtime.stage import Stage
 from pyops.tensor_parallel import set_dropout
 from pyops.zero import ZeroOptimizer
@@ -106,10 +106,12 @@ class PipelinedModel:
             schedule=plan,
             group=self.group,
             loss=lambda nats, _: nats,
-            reduction="sum",
-            boundaries=self.local.boundaries,
-            before=self._before,
-            tied=None,
+            config=PipelineConfig(
+                reduction="sum",
+                boundaries=self.local.boundaries,
+                before_forward=self._before,
+                tied=None,
+            ),
         )
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyops.elastic import PADDING, ActivationCache, FrozenLayers, Sampler
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig, ViT, ViTConfig
-from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.pipeline.runtime.stage import named_arguments
 
 pytestmark = pytest.mark.cpu_only
@@ -312,11 +312,10 @@ def trained(
             parts,
             schedule=plan,
             group=group,
-            boundaries=boundaries,
-            reduction="sum",
             loss=lambda y, target: nn.functional.cross_entropy(
                 y.flatten(0, 1), target.flatten(), reduction="sum"
             ),
+            config=PipelineConfig(boundaries=boundaries, reduction="sum"),
         )
         optimizer = torch.optim.SGD(
             [p for p in pipeline.parameters() if p.requires_grad] or [nn.Parameter()], lr=0.01

@@ -18,7 +18,7 @@ from pyops.comm.collectives import probe
 from pyops.elastic import Bound, CacheOptions, Layout
 from pyops.elastic.layout.process_groups import LayoutGroups, make_control_group
 from pyops.optim import AdamW
-from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
@@ -184,9 +184,8 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
         layers,
         schedule=schedule("1f1b", num_stages=layout.stages, num_microbatches=layout.micro_batches),
         group=active.pp_group,
-        boundaries=layout.boundaries,
         loss=nn.functional.mse_loss,
-        tied=None,
+        config=PipelineConfig(boundaries=layout.boundaries, tied=None),
     )
     zero = ZeroOptimizer(
         pipeline,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from tests.elastic.flat import pack
 
 pytestmark = pytest.mark.cpu_only
@@ -33,7 +33,7 @@ def _step(rank: int, group: dist.ProcessGroup | None) -> list[tuple[bool, float]
         schedule=plan,
         group=group,
         loss=nn.functional.mse_loss,
-        boundaries=packing.boundaries,
+        config=PipelineConfig(boundaries=packing.boundaries),
     )
     pipeline.step(x, target)
     last = layers[3].weight.grad

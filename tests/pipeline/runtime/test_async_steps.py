@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pyops import checkpoint
-from pyops.pipeline import Pipeline, PipeMareOptions, Schedule, custom, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import Pipeline, PipelineConfig, PipeMareOptions, Schedule, custom, schedule
 from tests.pipeline.reference import batch, mlp
 
 pytestmark = pytest.mark.cpu_only
@@ -46,14 +47,19 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(
 
     def fresh(layers: list[nn.Module]) -> Pipeline:
         return Pipeline(
-            layers, schedule=made(name, 3, 12), loss=mse, optimizer=adam, remedies=remedies
+            layers,
+            schedule=made(name, 3, 12),
+            group=ALONE,
+            loss=mse,
+            optimizer=adam,
+            pipemare=remedies,
         )
 
     layers = mlp()
     pipeline = fresh(layers)
     for _ in range(2):
         pipeline.step(x, target)
-    state = pipeline.stream.state_dict()
+    state = pipeline.async_steps.state_dict()
     parts = [
         {"calls": state["calls"], "stages": {index: stage}}
         for index, stage in state["stages"].items()
@@ -67,7 +73,7 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(
     resumed = fresh(again)
     resumed.load_state_dict(loaded["model"])
     merged = {index: stage for part in loaded["ranks"] for index, stage in part["stages"].items()}
-    resumed.stream.load_state_dict({"calls": loaded["ranks"][0]["calls"], "stages": merged})
+    resumed.async_steps.load_state_dict({"calls": loaded["ranks"][0]["calls"], "stages": merged})
     for _ in range(2):
         resumed.step(x, target)
     assert all(
@@ -77,18 +83,25 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(
         not torch.equal(a, loaded["model"][name]) for name, a in pipeline.state_dict().items()
     )
     with pytest.raises(ValueError, match="stages 1, not 0; put those of all ranks together"):
-        resumed.stream.load_state_dict(parts[1])
+        resumed.async_steps.load_state_dict(parts[1])
     elsewhere = Pipeline(
-        mlp(), schedule=made(name, 3, 12), loss=mse, optimizer=adam, boundaries=[0, 1, 2, 8]
+        mlp(),
+        schedule=made(name, 3, 12),
+        group=ALONE,
+        loss=mse,
+        optimizer=adam,
+        config=PipelineConfig(boundaries=[0, 1, 2, 8]),
     )
     with pytest.raises(ValueError, match="make the pipeline with the same boundaries"):
-        elsewhere.stream.load_state_dict(state)
+        elsewhere.async_steps.load_state_dict(state)
 
 
 def test_an_error_within_leaves_the_newest_weights_and_no_gradients():
     x, target = batch(12)
     layers = mlp()
-    pipeline = Pipeline(layers, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd)
+    pipeline = Pipeline(
+        layers, schedule=made("pipedream", 3, 12), group=ALONE, loss=mse, optimizer=sgd
+    )
     newest: list[Tensor] = []
     meeting: list[Tensor] = []
 
@@ -109,14 +122,18 @@ def test_an_error_within_leaves_the_newest_weights_and_no_gradients():
         pipeline.step(x, target)
     assert torch.equal(meeting[0], newest[3])
     assert torch.equal(layers[0][0].weight, newest[5])
-    assert [stepping.versions.kept for stepping in pipeline.stream.stepping.values()] == [1] * 3
+    assert [stepping.versions.num_kept for stepping in pipeline.async_steps.of_stage.values()] == [
+        1
+    ] * 3
     newest.extend(newest)  # more than six: nothing stops it
     again = mlp()
     nn.Sequential(*again).load_state_dict(nn.Sequential(*layers).state_dict())
     assert any(p.grad is not None for p in pipeline.parameters())
     pipeline.step(x, target)
     assert all(p.grad is None for p in pipeline.parameters())
-    Pipeline(again, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd).step(x, target)
+    Pipeline(again, schedule=made("pipedream", 3, 12), group=ALONE, loss=mse, optimizer=sgd).step(
+        x, target
+    )
     assert all(
         torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(again), strict=True)
     )
@@ -128,10 +145,15 @@ def test_evaluation_meets_the_newest_weights_and_frozen_ones_stay():
     for layer in layers[:3]:
         layer.requires_grad_(False)
     pipeline = Pipeline(
-        layers, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd, boundaries=[0, 2, 5, 8]
+        layers,
+        schedule=made("pipedream", 3, 12),
+        group=ALONE,
+        loss=mse,
+        optimizer=sgd,
+        config=PipelineConfig(boundaries=[0, 2, 5, 8]),
     )
     pipeline.step(x, target)
-    assert list(pipeline.stream.optimizers) == [1, 2]
+    assert list(pipeline.async_steps.optimizers) == [1, 2]
     moved = [
         not torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(mlp()), strict=True)
     ]
@@ -141,7 +163,7 @@ def test_evaluation_meets_the_newest_weights_and_frozen_ones_stay():
 
 
 def test_each_step_takes_the_mean_of_its_micro_batches():
-    """By rows, by what `count` says, or the sum; the loss that is returned is the whole batch's."""
+    """By rows, by `loss_denominator`, or the sum; the loss that is returned is the whole batch's."""
     x, target = batch(12)
     kept = (torch.arange(12) % 4 != 1).float()[:, None].expand(12, 8).contiguous()
     masked = {"y": target, "kept": kept}
@@ -153,7 +175,7 @@ def test_each_step_takes_the_mean_of_its_micro_batches():
         return (y - wanted).square().sum()
 
     for loss, wanted, options in (
-        (mean_over_kept, masked, {"count": lambda part: part["kept"].sum()}),
+        (mean_over_kept, masked, {"loss_denominator": lambda part: part["kept"].sum()}),
         (total, target, {"reduction": "sum"}),
     ):
         ours, theirs = mlp(), nn.Sequential(*mlp())
@@ -161,9 +183,10 @@ def test_each_step_takes_the_mean_of_its_micro_batches():
         pipeline = Pipeline(
             ours,
             schedule=plan,
+            group=ALONE,
             loss=loss,
             optimizer=lambda some: torch.optim.SGD(some, lr=0.01),
-            **options,
+            config=PipelineConfig(**options),
         )
         before = float(loss(theirs(x), wanted).detach())
         optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
@@ -190,20 +213,21 @@ def test_what_does_not_go_together_is_refused():
         with pytest.raises((ValueError, TypeError), match=match):
             Pipeline(
                 options.pop("layers", None) or mlp(4),
-                **({"schedule": stream, "loss": mse, "optimizer": sgd} | options),
+                group=ALONE,
+                **{"schedule": stream, "loss": mse, "optimizer": sgd} | options,
             )
 
-    refused("'pipedream' takes its steps .* give optimizer=", optimizer=None)
+    refused("'pipedream' takes its steps .* needs an optimizer", optimizer=None)
     refused(
         "optimizer is given, but the schedule '1f1b' takes no steps", schedule=made("1f1b", 2, 4)
     )
     refused(
-        "remedies is given, but the schedule 'gpipe'",
+        "pipemare is given, but the schedule 'gpipe'",
         schedule=made("gpipe", 2, 4),
         optimizer=None,
-        remedies=PipeMareOptions(),
+        pipemare=PipeMareOptions(),
     )
-    refused("decay is 0.1, but the schedule 'pipedream'", remedies=PipeMareOptions(decay=0.1))
+    refused("decay is 0.1, but the schedule 'pipedream'", pipemare=PipeMareOptions(decay=0.1))
     refused("made a list for stage 0", optimizer=list)
     refused(
         r"optimizer of stage 0 lacks 0.0.bias", optimizer=lambda some: torch.optim.SGD(some[:1])
@@ -226,7 +250,9 @@ def test_what_does_not_go_together_is_refused():
         schedule=custom(["0F0 0B0 0U0 0F1 0B1"], weights="stash"),
     )
     with pytest.raises(ValueError, match=r"scale is 0\.5"):
-        Pipeline(mlp(4), schedule=stream, loss=mse, optimizer=sgd).step(*batch(4), scale=0.5)
+        Pipeline(mlp(4), schedule=stream, group=ALONE, loss=mse, optimizer=sgd).step(
+            *batch(4), scale=0.5
+        )
     for options in (
         {"anneal": -1},
         {"anneal": 0.5},
@@ -260,7 +286,9 @@ def wrong_ranks(rank: int, group: Any) -> list[str]:
     except (ArithmeticError, RuntimeError) as error:
         messages.append(f"{error} after {len(calls)}")
     weights = weights_of(list(pipeline.children()))
-    messages.append(str([each.versions.kept for each in pipeline.stream.stepping.values()]))
+    messages.append(
+        str([each.versions.num_kept for each in pipeline.async_steps.of_stage.values()])
+    )
     pipeline.step(x, target)
     moved = all(
         not torch.equal(a, b)

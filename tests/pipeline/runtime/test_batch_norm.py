@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.pipeline.runtime.batch_norm import Tally
 
 pytestmark = pytest.mark.cpu_only
@@ -51,7 +52,7 @@ def test_running_statistics_are_the_whole_batchs(recompute: str, momentum: float
     for rows, m in ((8, 1), (8, 4), (9, 4), (7, 3)):
         ours, plain = layers(momentum), nn.Sequential(*layers(momentum)).double()
         plan = schedule("1f1b", num_stages=2, num_microbatches=m).with_recompute(recompute)
-        pipeline = Pipeline(ours, schedule=plan, loss=mse)
+        pipeline = Pipeline(ours, schedule=plan, group=ALONE, loss=mse)
         for step in range(3):
             x, target = batch(rows, step)
             pipeline.step(x, target)
@@ -83,8 +84,9 @@ def test_fewer_rows_than_two_micro_batches_each():
     pipeline = Pipeline(
         ours,
         schedule=schedule("gpipe", num_stages=2, num_microbatches=4),
+        group=ALONE,
         loss=mse,
-        boundaries=[0, 2, 4],
+        config=PipelineConfig(boundaries=[0, 2, 4]),
     )
     for step in range(4):
         x, target = batch(5, step)
@@ -102,9 +104,9 @@ def test_fewer_rows_than_two_micro_batches_each():
 def test_gradients_are_those_of_torchs_layer_on_micro_batches():
     x, target = batch(8, 0)
     ours, plain = layers(), nn.Sequential(*layers())
-    Pipeline(ours, schedule=schedule("gpipe", num_stages=2, num_microbatches=2), loss=mse).step(
-        x, target
-    )
+    Pipeline(
+        ours, schedule=schedule("gpipe", num_stages=2, num_microbatches=2), group=ALONE, loss=mse
+    ).step(x, target)
     for part, wanted in zip(x.split(4), target.split(4), strict=True):
         (mse(plain(part), wanted) / 2).backward()
     for p, q in zip(nn.Sequential(*ours).parameters(), plain.parameters(), strict=True):
@@ -114,7 +116,9 @@ def test_gradients_are_those_of_torchs_layer_on_micro_batches():
 
 def test_evaluation_and_failed_steps_leave_them_alone_and_layers_work_without_the_pipeline():
     ours = layers()
-    pipeline = Pipeline(ours, schedule=schedule("1f1b", num_stages=2, num_microbatches=2), loss=mse)
+    pipeline = Pipeline(
+        ours, schedule=schedule("1f1b", num_stages=2, num_microbatches=2), group=ALONE, loss=mse
+    )
     x, target = batch(8, 0)
     pipeline.step(x, target)
     kept = copy.deepcopy(first_norm(ours).state_dict())
@@ -135,9 +139,9 @@ def test_evaluation_and_failed_steps_leave_them_alone_and_layers_work_without_th
     first_norm(ours)(x)  # by itself: torch's
     assert int(first_norm(ours).num_batches_tracked) == 2
     again = copy.deepcopy(ours)
-    Pipeline(ours, schedule=schedule("gpipe", num_stages=4, num_microbatches=2), loss=mse).step(
-        x, target
-    )
+    Pipeline(
+        ours, schedule=schedule("gpipe", num_stages=4, num_microbatches=2), group=ALONE, loss=mse
+    ).step(x, target)
     assert int(first_norm(ours).num_batches_tracked) == 3
     assert int(first_norm(again).num_batches_tracked) == 2
 
@@ -156,7 +160,9 @@ def test_nothing_cancels():
 def over_ranks(rank: int, group: Any) -> None:
     ours, plain = layers(), nn.Sequential(*layers()).double()
     plan = schedule("1f1b", num_stages=2, num_microbatches=3).with_recompute("always")
-    pipeline = Pipeline(ours, schedule=plan, group=group, loss=mse, boundaries=[0, 1, 4])
+    pipeline = Pipeline(
+        ours, schedule=plan, group=group, loss=mse, config=PipelineConfig(boundaries=[0, 1, 4])
+    )
     for step in range(2):
         x, target = batch(10, step)
         pipeline.step(x, target)
@@ -185,6 +191,7 @@ def test_a_closed_pipeline_leaves_the_layers_as_they_were():
     pipeline = Pipeline(
         layers,
         schedule=schedule("gpipe", num_stages=1, num_microbatches=2),
+        group=ALONE,
         loss=nn.functional.mse_loss,
     )
     x = torch.randn(8, 4)
@@ -200,6 +207,7 @@ def test_a_closed_pipeline_leaves_the_layers_as_they_were():
     again = Pipeline(
         layers,
         schedule=schedule("gpipe", num_stages=1, num_microbatches=2),
+        group=ALONE,
         loss=nn.functional.mse_loss,
     )
     assert torch.isfinite(again.step(x, x))

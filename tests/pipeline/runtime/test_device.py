@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, schedule
 from tests.pipeline.reference import batch, mlp
 
@@ -19,7 +20,7 @@ def test_gradients_are_plain_torchs(device: torch.device, name: str, recompute: 
     x, target = (t.to(device) for t in batch(10))
     ours, theirs = (nn.Sequential(*mlp()).to(device) for _ in range(2))
     plan = schedule(name, num_stages=2, num_microbatches=4).with_recompute(recompute)
-    pipeline = Pipeline(ours, schedule=plan, loss=mse)
+    pipeline = Pipeline(ours, schedule=plan, group=ALONE, loss=mse)
     assert pipeline.device.type == device.type
     loss = pipeline.step(x, target)
     expected = mse(theirs(x), target)
@@ -37,7 +38,7 @@ def test_recomputation_draws_the_same_dropout(device: torch.device):
         layers = nn.Sequential(*mlp(dropout=0.5)).to(device)
         torch.manual_seed(5)
         plan = schedule("gpipe", num_stages=2, num_microbatches=3).with_recompute(mode)
-        Pipeline(layers, schedule=plan, loss=mse).step(x, target)
+        Pipeline(layers, schedule=plan, group=ALONE, loss=mse).step(x, target)
         found.append([p.grad for p in layers.parameters()])
     for a, b in zip(*found, strict=True):
         assert bool((a != 0).any())
@@ -51,7 +52,11 @@ def test_asynchronous_steps_learn(device: torch.device, name: str):
     layers = nn.Sequential(*mlp(2)).to(device)
     plan = schedule(name, num_stages=2, num_microbatches=32)
     pipeline = Pipeline(
-        layers, schedule=plan, loss=mse, optimizer=lambda some: torch.optim.SGD(some, lr=0.1)
+        layers,
+        schedule=plan,
+        group=ALONE,
+        loss=mse,
+        optimizer=lambda some: torch.optim.SGD(some, lr=0.1),
     )
     losses = [float(pipeline.step(x, target)) for _ in range(8)]
     assert losses[-1] < 0.5 * losses[0], losses

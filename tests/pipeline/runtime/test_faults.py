@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, Transfer, custom, schedule
+from pyops.pipeline import Pipeline, PipelineConfig, Transfer, custom, schedule
 from tests.pipeline.reference import batch, mlp, sequential_step
 from tests.workers import spawn_ranks
 
@@ -124,7 +124,7 @@ def interrupted(rank: int, group: Any) -> list[str]:
         messages.append(said(lambda: pipeline.step(*batch(10))))
         assert rank == 0 or layer.calls == at  # nothing is computed after it
         stage.layers, stage.accepted = layers, accepted
-        assert stage.kept == 0
+        assert stage.num_in_flight == 0
         assert right(pipeline)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return messages
@@ -200,11 +200,14 @@ def different(rank: int, group: Any) -> list[str]:
     both = [
         {"schedule": plan(m=2 + rank)},
         {"schedule": plan("gpipe" if rank else "1f1b")},
-        {"schedule": plan(), "boundaries": [0, 3 + rank, 8]},
-        {"schedule": plan(), "reduction": "sum" if rank else "mean"},
+        {"schedule": plan(), "config": PipelineConfig(boundaries=[0, 3 + rank, 8])},
+        {"schedule": plan(), "config": PipelineConfig(reduction="sum" if rank else "mean")},
         {"schedule": plan(k=3)},
-        {"schedule": plan(), "boundaries": [0, 8] if rank else None},
-        {"schedule": plan(), "tied": [("0.0.weight", "9.x")] if rank else []},
+        {"schedule": plan(), "config": PipelineConfig(boundaries=[0, 8] if rank else None)},
+        {
+            "schedule": plan(),
+            "config": PipelineConfig(tied=[("0.0.weight", "9.x")] if rank else []),
+        },
     ]
     messages = [
         said(lambda given=given: Pipeline(mlp(), group=group, loss=mse, **given)) for given in both
@@ -326,7 +329,7 @@ def keeps_nothing(rank: int, group: Any) -> None:
             does(pipeline, lambda: 1 / 0, 2)
         assert bool(said(lambda: pipeline.step(*batch(10)))) == (i % 5 == 0)
         stage.layers, stage.accepted = layers, accepted
-        assert stage.kept == 0
+        assert stage.num_in_flight == 0
     assert counted_graphs() <= before
     assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= tensors + 2
     assert right(pipeline)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pyops.mesh import ALONE
 from pyops.pipeline import Action, Pipeline, profile, schedule, simulate
 
 pytestmark = pytest.mark.cpu_only
@@ -99,7 +100,7 @@ def test_what_stages_keep_is_what_was_simulated(name: str, recompute: str):
     found = profile(
         model, x[:ROWS], loss=nn.functional.mse_loss, target=target[:ROWS], rounds=1, warmup=0
     )
-    pipeline = Pipeline(model, schedule=made, loss=nn.functional.mse_loss)
+    pipeline = Pipeline(model, schedule=made, group=ALONE, loss=nn.functional.mse_loss)
     costs = found.costs(pipeline.boundaries, split=made.splits_backward, optimizer_bytes=0)
     owned = {t.untyped_storage().data_ptr() for t in (x, target, *pipeline.parameters())}
     watch = Watch(pipeline, owned)

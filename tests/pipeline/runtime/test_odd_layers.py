@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from tests.pipeline.reference import batch, mlp, sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -21,7 +22,10 @@ mse = nn.functional.mse_loss
 
 def made(loss: Any = mse, layers: list[nn.Module] | None = None) -> Pipeline:
     return Pipeline(
-        layers or mlp(), schedule=schedule("1f1b", num_stages=2, num_microbatches=2), loss=loss
+        layers or mlp(),
+        schedule=schedule("1f1b", num_stages=2, num_microbatches=2),
+        group=ALONE,
+        loss=loss,
     )
 
 
@@ -45,7 +49,9 @@ def test_layers_may_work_in_place(mode: str, boundaries: list[int]):
     given = x.clone()
     ours, theirs = in_place(), in_place()
     plan = schedule("1f1b", num_stages=2, num_microbatches=3).with_recompute(mode)
-    pipeline = Pipeline(ours, schedule=plan, loss=mse, boundaries=boundaries)
+    pipeline = Pipeline(
+        ours, schedule=plan, group=ALONE, loss=mse, config=PipelineConfig(boundaries=boundaries)
+    )
     pipeline.step(x, target)
     assert torch.equal(x, given)
     sequential_step(theirs, plan, boundaries, given, target, mse)
@@ -61,7 +67,7 @@ def test_layers_may_work_in_place(mode: str, boundaries: list[int]):
     [
         (lambda y, t: y - t, r"the loss is a tensor \(5, 8\)"),
         (lambda y, t: 3.0, "the loss is a float"),
-        (lambda y, t: (y - t).sum().detach(), "the loss wants no gradient"),
+        (lambda y, t: (y - t).sum().detach(), "the loss requires no gradient"),
     ],
 )
 def test_losses_that_are_none(loss: Any, message: str):
@@ -70,7 +76,7 @@ def test_losses_that_are_none(loss: Any, message: str):
 
 
 def test_nothing_to_train():
-    with pytest.raises(ValueError, match="no parameter of the model wants one"):
+    with pytest.raises(ValueError, match="no parameter of the model requires one"):
         made(layers=[layer.requires_grad_(False) for layer in mlp()]).step(*batch(10))
     assert made(layers=[nn.Tanh() for _ in range(4)])(*batch(10)) > 0
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, Schedule, custom, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import Pipeline, PipelineConfig, Schedule, custom, schedule
 from pyops.pipeline.transport import links, mailboxes
 from tests.pipeline.reference import batch, mlp, sequential_step
 
@@ -45,14 +46,14 @@ def test_gradients_have_the_bits_of_a_sequential_run(name: str, recompute: str):
         for m in (1, 3, 4, 7):  # 10 rows: uneven micro-batches
             plan = made(name, k, m, recompute)
             ours, theirs = mlp(), mlp()
-            pipeline = Pipeline(ours, schedule=plan, loss=mse)
+            pipeline = Pipeline(ours, schedule=plan, group=ALONE, loss=mse)
             loss = pipeline.step(x, target)
             expected = sequential_step(theirs, plan, pipeline.boundaries, x, target, mse)
             torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
             for a, b, c in zip(gradients(ours), gradients(theirs), gradients(whole), strict=True):
                 assert torch.equal(a, b), (k, m)
                 torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
-            assert all(stage.kept == 0 for stage in pipeline.stages.values())
+            assert all(stage.num_in_flight == 0 for stage in pipeline.stages.values())
 
 
 def over_ranks(rank: int, group: Any, name: str, k: int, m: int, recompute: str) -> None:
@@ -162,7 +163,7 @@ def test_the_users_own_orders_run():
     plan = custom(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"])
     x, target = batch(6)
     ours, theirs = mlp(), mlp()
-    pipeline = Pipeline(ours, schedule=plan, loss=mse)
+    pipeline = Pipeline(ours, schedule=plan, group=ALONE, loss=mse)
     pipeline.step(x, target)
     sequential_step(theirs, plan, pipeline.boundaries, x, target, mse)
     assert all(torch.equal(a, b) for a, b in zip(gradients(ours), gradients(theirs), strict=True))
@@ -181,13 +182,17 @@ def test_losses_count_by_rows_by_tokens_or_as_sums():
 
     for loss, wanted, options in (
         (mse, target, {}),
-        (mean_over_kept, masked, {"count": lambda t: t["kept"].sum()}),
+        (mean_over_kept, masked, {"loss_denominator": lambda t: t["kept"].sum()}),
         (lambda y, t: (y - t).square().sum(), target, {"reduction": "sum"}),
     ):
         ours, theirs = ([layer.double() for layer in mlp()] for _ in range(2))
-        found = Pipeline(ours, schedule=made("1f1b", 2, 3), loss=loss, **options).step(
-            x, wanted, scale=0.5
-        )
+        found = Pipeline(
+            ours,
+            schedule=made("1f1b", 2, 3),
+            group=ALONE,
+            loss=loss,
+            config=PipelineConfig(**options),
+        ).step(x, wanted, scale=0.5)
         expected = loss(nn.Sequential(*theirs)(x), wanted)
         (expected * 0.5).backward()
         torch.testing.assert_close(found, expected.detach().float())
@@ -202,7 +207,7 @@ def test_recomputation_draws_the_same_dropout(recompute: str):
     for mode in ("never", recompute):
         layers = mlp(dropout=0.5)
         torch.manual_seed(5)
-        Pipeline(layers, schedule=made("gpipe", 2, 3, mode), loss=mse).step(x, target)
+        Pipeline(layers, schedule=made("gpipe", 2, 3, mode), group=ALONE, loss=mse).step(x, target)
         found.append((gradients(layers), torch.rand(3)))
     (plain, drawn), (again, drawn_again) = found
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
@@ -212,7 +217,7 @@ def test_recomputation_draws_the_same_dropout(recompute: str):
 def test_gradients_accumulate_over_steps():
     x, target = batch(8)
     ours, theirs = mlp(), mlp()
-    pipeline = Pipeline(ours, schedule=made("zb1p", 2, 2), loss=mse)
+    pipeline = Pipeline(ours, schedule=made("zb1p", 2, 2), group=ALONE, loss=mse)
     for part, wanted in zip(x.split(4), target.split(4), strict=True):
         pipeline.step(part, wanted, scale=0.5)
     mse(nn.Sequential(*theirs)(x), target).backward()
@@ -228,7 +233,11 @@ def test_a_frozen_beginning_and_a_stage_without_parameters():
         layers[0].requires_grad_(False)
         if piped:
             Pipeline(
-                layers, schedule=made("1f1b", 4, 3), boundaries=[0, 1, 2, 3, 4], loss=mse
+                layers,
+                schedule=made("1f1b", 4, 3),
+                group=ALONE,
+                loss=mse,
+                config=PipelineConfig(boundaries=[0, 1, 2, 3, 4]),
             ).step(x, target)
         else:
             mse(nn.Sequential(*layers)(x), target).backward()
@@ -241,7 +250,7 @@ def test_a_frozen_beginning_and_a_stage_without_parameters():
 def test_a_recorded_step_is_a_linear_extension():
     x, target = batch(8)
     plan = made("1f1b", 3, 4, "except_last")
-    pipeline = Pipeline(mlp(), schedule=plan, loss=mse)
+    pipeline = Pipeline(mlp(), schedule=plan, group=ALONE, loss=mse)
     with pipeline.recording() as timelines:
         pipeline.step(x, target)
     times = timelines[0].actions
@@ -290,12 +299,24 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_the_next_step_works(wo
 
 def test_refusals():
     with pytest.raises(ValueError, match="boundaries is"):
-        Pipeline(mlp(4), schedule=made("gpipe", 2, 1), loss=mse, boundaries=[0, 4])
+        Pipeline(
+            mlp(4),
+            schedule=made("gpipe", 2, 1),
+            group=ALONE,
+            loss=mse,
+            config=PipelineConfig(boundaries=[0, 4]),
+        )
     with pytest.raises(ValueError, match="can't fill 4 stages"):
-        Pipeline(mlp(3), schedule=made("gpipe", 4, 1), loss=mse)
+        Pipeline(mlp(3), schedule=made("gpipe", 4, 1), group=ALONE, loss=mse)
     with pytest.raises(ValueError, match="reduction"):
-        Pipeline(mlp(4), schedule=made("gpipe", 2, 1), loss=mse, reduction="max")
-    pipeline = Pipeline(mlp(4), schedule=made("gpipe", 2, 4), loss=mse)
+        Pipeline(
+            mlp(4),
+            schedule=made("gpipe", 2, 1),
+            group=ALONE,
+            loss=mse,
+            config=PipelineConfig(reduction="max"),
+        )
+    pipeline = Pipeline(mlp(4), schedule=made("gpipe", 2, 4), group=ALONE, loss=mse)
     with pytest.raises(ValueError, match="4 rows or more"):
         pipeline.step(*batch(3))
     with pytest.raises(ValueError, match="needs the target"):
@@ -345,14 +366,14 @@ def in_small_mailboxes(rank: int, group: Any) -> None:
 @contextlib.contextmanager
 def tensors_apart() -> Iterator[None]:
     """As on GPUs with NCCL: tensors go by groups of their own."""
-    directs = links._directs
-    links._directs = lambda channels, *, group, device, tag: links._pairs(
+    device_groups = links._device_groups
+    links._device_groups = lambda channels, *, group, device, tag: links._pairs(
         channels, group=group, backend="gloo", tag=tag
     )
     try:
         yield
     finally:
-        links._directs = directs
+        links._device_groups = device_groups
 
 
 def from_device_to_device(rank: int, group: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, schedule
 from tests.pipeline.reference import batch
 
@@ -32,7 +33,7 @@ def test_forwards_run_twice_where_they_are_recomputed(name: str, mode: str, agai
     torch.manual_seed(0)
     layers = [Counts() for _ in range(4)]
     plan = schedule(name, num_stages=2, num_microbatches=5).with_recompute(mode)
-    pipeline = Pipeline(layers, schedule=plan, loss=nn.functional.mse_loss)
+    pipeline = Pipeline(layers, schedule=plan, group=ALONE, loss=nn.functional.mse_loss)
     for stage in pipeline.stages.values():
         for layer in stage.layers:
             layer.stage = stage

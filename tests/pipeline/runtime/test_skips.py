@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Costs, Pipeline, Transfer, balance, schedule, simulate, skip, skip_pairs
+from pyops.mesh import ALONE
+from pyops.pipeline import (
+    Costs,
+    Pipeline,
+    PipelineConfig,
+    Transfer,
+    balance,
+    schedule,
+    simulate,
+    skip,
+    skip_pairs,
+)
 from tests.pipeline.reference import batch, sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -125,14 +136,14 @@ def test_in_one_process_with_the_bits_of_plain_torch(name: str):
     ):
         plan = schedule(name, num_stages=k, num_microbatches=m).with_recompute(recompute)
         layers = without_dropout(unet())
-        pipeline = Pipeline(layers, schedule=plan, loss=mse)
+        pipeline = Pipeline(layers, schedule=plan, group=ALONE, loss=mse)
         loss = pipeline.step(*batch(10))
         wanted, gradients = expected(plan, pipeline.boundaries)
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
         for n, p in pipeline.named_parameters():
             assert bool((p.grad != 0).any())
             assert torch.equal(p.grad, gradients[n]), (k, m, n)
-        assert all(stage.kept == 0 for stage in pipeline.stages.values())
+        assert all(stage.num_in_flight == 0 for stage in pipeline.stages.values())
 
 
 def over_ranks(
@@ -140,7 +151,11 @@ def over_ranks(
 ) -> list[int]:
     plan = schedule(name, num_stages=group.size(), num_microbatches=m).with_recompute(recompute)
     pipeline = Pipeline(
-        without_dropout(unet()), schedule=plan, group=group, loss=mse, boundaries=boundaries
+        without_dropout(unet()),
+        schedule=plan,
+        group=group,
+        loss=mse,
+        config=PipelineConfig(boundaries=boundaries),
     )
     for rows in (10, 900, 7, 10):  # messages that grow and shrink
         pipeline.zero_grad()
@@ -183,7 +198,7 @@ def test_recomputation_draws_the_same_dropout():
         layers = unet()
         torch.manual_seed(5)
         plan = schedule("1f1b", num_stages=4, num_microbatches=3).with_recompute(mode)
-        Pipeline(layers, schedule=plan, loss=mse).step(*batch(9))
+        Pipeline(layers, schedule=plan, group=ALONE, loss=mse).step(*batch(9))
         found.append([p.grad for layer in layers for p in layer.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -220,8 +235,9 @@ def test_layers_can_be_kept_on_one_stage_instead():
     pipeline = Pipeline(
         without_dropout(layers),
         schedule=schedule("1f1b", num_stages=3, num_microbatches=2),
+        group=ALONE,
         loss=mse,
-        boundaries=boundaries,
+        config=PipelineConfig(boundaries=boundaries),
     )
     assert boundaries == [0, 2, 6, 8]
     assert pipeline.schedule.skips == ((0, 2),)
@@ -244,13 +260,18 @@ def test_names_that_do_not_go_together_are_refused(stash: list[str], pop: list[s
         skip(nn.Linear(8, 8), stash=s or (), pop=p or ()) for s, p in zip(stash, pop, strict=True)
     ]
     with pytest.raises(ValueError, match=message):
-        Pipeline(layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), loss=mse)
+        Pipeline(
+            layers,
+            schedule=schedule("gpipe", num_stages=2, num_microbatches=1),
+            group=ALONE,
+            loss=mse,
+        )
 
 
 def test_a_layer_that_returns_too_little_is_named():
     layers = [skip(nn.Linear(8, 8), stash="a"), skip(Up(), pop="a")]
     pipeline = Pipeline(
-        layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), loss=mse
+        layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), group=ALONE, loss=mse
     )
     with pytest.raises(
         TypeError, match=r"layer 0 stashes a: it must return its result and 1 more, a tuple"

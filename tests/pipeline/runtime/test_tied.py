@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from tests.pipeline.reference import sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -69,7 +70,13 @@ def over_ranks(rank: int, group: Any, name: str, boundaries: list[int]) -> list[
     layers = language_model(
         seed=7 + rank if name == "gpipe" else 7
     )  # copies that differ begin with the first one's values
-    pipeline = Pipeline(layers, schedule=plan, group=group, loss=loss_of, boundaries=boundaries)
+    pipeline = Pipeline(
+        layers,
+        schedule=plan,
+        group=group,
+        loss=loss_of,
+        config=PipelineConfig(boundaries=boundaries),
+    )
     assert pipeline.tied == (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias"))
     if name == "gpipe":
         torch.manual_seed(7)
@@ -141,7 +148,13 @@ def test_copies_get_the_sum_of_their_gradients_and_stay_equal(
 def test_in_one_process_there_is_one_parameter():
     plan = schedule("zb1p", num_stages=3, num_microbatches=3)
     layers, plain = language_model(), language_model()
-    pipeline = Pipeline(layers, schedule=plan, loss=loss_of, boundaries=[0, 2, 4, 6])
+    pipeline = Pipeline(
+        layers,
+        schedule=plan,
+        group=ALONE,
+        loss=loss_of,
+        config=PipelineConfig(boundaries=[0, 2, 4, 6]),
+    )
     assert pipeline.tied == (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias"))
     for _ in range(2):
         pipeline.step(*batch())
@@ -201,8 +214,7 @@ def declared(rank: int, group: Any) -> list[str]:
         schedule=plan,
         group=group,
         loss=loss_of,
-        boundaries=[0, 3, 6],
-        tied=[("5.weight", "0.weight")],
+        config=PipelineConfig(boundaries=[0, 3, 6], tied=[("5.weight", "0.weight")]),
     )
     assert pipeline.tied == (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias"))
     for rank_that_fails in range(2):
@@ -223,7 +235,7 @@ def declared(rank: int, group: Any) -> list[str]:
                 schedule=plan,
                 group=group,
                 loss=loss_of,
-                tied=[names] if rank else (),
+                config=PipelineConfig(tied=[names] if rank else ()),
             )
             messages.append("")
         except ValueError as error:
@@ -240,7 +252,7 @@ def test_ties_that_no_object_shows(world):
         Pipeline(
             language_model(copies=True),
             schedule=schedule("1f1b", num_stages=2, num_microbatches=2),
+            group=ALONE,
             loss=loss_of,
-            boundaries=[0, 3, 6],
-            tied=[("5.weight", "0.weight")],
+            config=PipelineConfig(boundaries=[0, 3, 6], tied=[("5.weight", "0.weight")]),
         )

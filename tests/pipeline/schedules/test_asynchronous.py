@@ -15,7 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pyops.optim
-from pyops.pipeline import Action, Pipeline, PipeMareOptions, Schedule, custom, schedule
+from pyops.mesh import ALONE
+from pyops.pipeline import (
+    Action,
+    Pipeline,
+    PipelineConfig,
+    PipeMareOptions,
+    Schedule,
+    custom,
+    schedule,
+)
 from tests.pipeline import emulation
 from tests.pipeline.reference import batch, mlp
 from tests.pipeline.runtime.test_skips import Plain, unet, without_dropout
@@ -65,7 +74,9 @@ def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
         )  # uneven micro-batches, and an uneven number for the last step
         plan = schedule(name, num_stages=k, num_microbatches=len(xs), **options)
         ours, theirs = mlp(), mlp()
-        pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer])
+        pipeline = Pipeline(
+            ours, schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS[optimizer]
+        )
         pipeline.step(x, target)
         emulation.emulate(
             theirs,
@@ -79,7 +90,7 @@ def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
         )
         assert same(weights_of(ours), weights_of(theirs)), (k, m)
         assert all(p.grad is None for p in pipeline.parameters())
-        assert all(stage.kept == 0 for stage in pipeline.stages.values())
+        assert all(stage.num_in_flight == 0 for stage in pipeline.stages.values())
 
 
 @pytest.mark.parametrize(
@@ -100,9 +111,10 @@ def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: fl
         pipeline = Pipeline(
             ours,
             schedule=plan,
+            group=ALONE,
             loss=mse,
             optimizer=OPTIMIZERS[optimizer],
-            remedies=PipeMareOptions(decay=decay, anneal=anneal),
+            pipemare=PipeMareOptions(decay=decay, anneal=anneal),
         )
         pipeline.step(x, target)
         emulation.pipemare(
@@ -155,7 +167,9 @@ def test_any_layer_meets_the_right_version(rule: str, recompute: str):
     x, target, xs, targets = num_rows(8, 16)
     plan = made(name, 3, 8, **options).with_recompute(recompute)
     ours, theirs = odd(), odd()
-    pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["momentum"])
+    pipeline = Pipeline(
+        ours, schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["momentum"]
+    )
     pipeline.step(x, target)
     emulation.emulate(
         theirs,
@@ -179,7 +193,9 @@ def test_autocast_takes_no_copies_of_old_weights():
         ours, theirs = mlp(), mlp()
         plan = made(name, 3, 8, **options)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
+            pipeline = Pipeline(
+                ours, schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["sgd"]
+            )
             pipeline.step(x, target)
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             emulation.emulate(
@@ -196,7 +212,11 @@ def test_autocast_takes_no_copies_of_old_weights():
     again, theirs = mlp(), mlp()
     with torch.autocast("cpu", dtype=torch.bfloat16):  # stepped in place
         Pipeline(
-            again, schedule=made("pipemare", 1, 8), loss=mse, optimizer=OPTIMIZERS["sgd"]
+            again,
+            schedule=made("pipemare", 1, 8),
+            group=ALONE,
+            loss=mse,
+            optimizer=OPTIMIZERS["sgd"],
         ).step(x, target)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         emulation.emulate(theirs, [0, 8], lambda t, s: t, OPTIMIZERS["sgd"], xs, targets, loss=mse)
@@ -209,18 +229,20 @@ def test_a_version_is_kept_as_long_as_it_is_needed_and_no_longer(rule: str):
     k = 4
     x, target, _, _ = num_rows(6 * k, 6 * k)
     plan = made(name, k, 6 * k, **options)
-    pipeline = Pipeline(mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
+    pipeline = Pipeline(mlp(), schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["sgd"])
     most = [0] * k
 
     def look(action: Action) -> None:
-        for stage, stepping in pipeline.stream.stepping.items():
-            most[stage] = max(most[stage], stepping.versions.kept)
+        for stage, stepping in pipeline.async_steps.of_stage.items():
+            most[stage] = max(most[stage], stepping.versions.num_kept)
 
     pipeline.on_action(look)
     for _ in range(2):
         pipeline.step(x, target)
         assert most == [plan.versions_kept(stage) for stage in range(k)]
-        assert [stepping.versions.kept for stepping in pipeline.stream.stepping.values()] == [1] * k
+        assert [
+            stepping.versions.num_kept for stepping in pipeline.async_steps.of_stage.values()
+        ] == [1] * k
     if rule == "stash":
         assert most == [k - s for s in range(k)]
 
@@ -230,7 +252,9 @@ def test_memory_of_a_version_is_let_go(optimizer: str):
     """Neither graphs nor the optimizer hold on to it."""
     k = 4
     plan = made("pipedream", k, 20)
-    pipeline = Pipeline(mlp(4), schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer])
+    pipeline = Pipeline(
+        mlp(4), schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS[optimizer]
+    )
     seen: list[list[StorageWeakRef]] = [[] for _ in range(k)]
     alive: list[set[int]] = [set() for _ in range(k)]
 
@@ -270,9 +294,10 @@ def test_delayed_descent_is_stable_up_to_its_limit(name: str, k: int):
     pipeline = Pipeline(
         layers,
         schedule=plan,
-        boundaries=list(range(k + 1)),
+        group=ALONE,
         loss=lambda y, _: y.square().sum() / 2,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        config=PipelineConfig(boundaries=list(range(k + 1))),
     )
     x = torch.ones(800, 1, dtype=torch.float64)
     sizes = [torch.zeros_like(tried) for _ in range(2)]
@@ -311,10 +336,11 @@ def test_a_correction_finds_the_weights_of_forward_where_they_drift_evenly():
         pipeline = Pipeline(
             [constant, nn.Identity(), nn.Identity()],
             schedule=made("pipemare", 3, 60, warmup="b"),
-            boundaries=[0, 1, 2, 3],
+            group=ALONE,
             loss=lambda y, _: y.sum(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-            remedies=PipeMareOptions(decay=decay),
+            pipemare=PipeMareOptions(decay=decay),
+            config=PipelineConfig(boundaries=[0, 1, 2, 3]),
         )
         x = torch.ones(60, 1, dtype=torch.float64)
         pipeline.step(x, x)
@@ -330,24 +356,24 @@ def test_the_learning_rate_anneals_to_its_base_value():
     plan = made("pipemare", k, 12, warmup="b")
     remedies = PipeMareOptions(anneal=10, synchronous=1)
     pipeline = Pipeline(
-        mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=remedies
+        mlp(), schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["sgd"], pipemare=remedies
     )
-    first = pipeline.stream.stepping[0]
+    first = pipeline.async_steps.of_stage[0]
     rates: list[float] = []
     pipeline.on_action(
         lambda action: (
-            rates.append(first.rate) if action.stage == 0 and action.kind == "U" else None
+            rates.append(first.lr_factor) if action.stage == 0 and action.kind == "U" else None
         )
     )
     pipeline.step(x, target)  # synchronous: nothing is stale
     assert first.steps == 0
     assert rates == [1.0] * 12
     rates.clear()
-    assert first.rate == 1 / 6
+    assert first.lr_factor == 1 / 6
     pipeline.step(x, target)
     assert rates == [6.0 ** -(1 - min(step / 10, 1.0)) for step in range(1, 13)]
-    assert pipeline.stream.stepping[3].rate == 1
-    assert [group["lr"] for group in pipeline.stream.optimizers[0].param_groups] == [0.3]
+    assert pipeline.async_steps.of_stage[3].lr_factor == 1
+    assert [group["lr"] for group in pipeline.async_steps.optimizers[0].param_groups] == [0.3]
 
 
 @pytest.mark.parametrize("name", ["pipemare", "pipedream_2bw", "pipedream"])
@@ -359,11 +385,12 @@ def test_without_end_synchronous_calls_are_gpipe(name: str):
     pipeline = Pipeline(
         ours,
         schedule=made(name, k, 12, **options),
+        group=ALONE,
         loss=mse,
         optimizer=OPTIMIZERS["adam"],
-        remedies=PipeMareOptions(synchronous=math.inf, anneal=5),
+        pipemare=PipeMareOptions(synchronous=math.inf, anneal=5),
     )
-    plain = Pipeline(theirs, schedule=made("gpipe", k, accumulate), loss=mse)
+    plain = Pipeline(theirs, schedule=made("gpipe", k, accumulate), group=ALONE, loss=mse)
     optimizers = [
         OPTIMIZERS["adam"](list(stage.parameters())) for stage in map(nn.ModuleList, staged(plain))
     ]
@@ -389,9 +416,10 @@ def test_a_warm_up_ends():
     pipeline = Pipeline(
         ours,
         schedule=made("pipedream", 3, 8),
+        group=ALONE,
         loss=mse,
         optimizer=OPTIMIZERS["sgd"],
-        remedies=PipeMareOptions(synchronous=2),
+        pipemare=PipeMareOptions(synchronous=2),
     )
     rules = [lambda t, s: t, lambda t, s: t, emulation.pipedream(3)]
     for rule in rules:
@@ -409,7 +437,9 @@ def test_a_recorded_order_can_be_replayed(name: str):
     found = []
     for replayed in (False, True):
         layers = mlp()
-        pipeline = Pipeline(layers, schedule=plan, loss=mse, optimizer=OPTIMIZERS["momentum"])
+        pipeline = Pipeline(
+            layers, schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["momentum"]
+        )
         with pipeline.recording() as timelines:
             losses = [pipeline.step(x, target) for _ in range(2)]
         found.append((weights_of(layers), losses))
@@ -439,9 +469,10 @@ def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | N
         Pipeline(
             layers,
             schedule=plan,
+            group=ALONE,
             loss=mse,
             optimizer=OPTIMIZERS["sgd"],
-            remedies=PipeMareOptions(decay=decay),
+            pipemare=PipeMareOptions(decay=decay),
         ).step(x, target)
         found.append(weights_of(layers))
     assert same(*found)
@@ -456,9 +487,10 @@ def test_what_skips_stages_meets_the_same_versions(rule: str):
     pipeline = Pipeline(
         ours,
         schedule=plan,
+        group=ALONE,
         loss=mse,
         optimizer=OPTIMIZERS["sgd"],
-        remedies=PipeMareOptions(synchronous=1),
+        pipemare=PipeMareOptions(synchronous=1),
     )
     for each in (lambda t, s: t, make_rule(3)):
         pipeline.step(x, target)
@@ -499,7 +531,7 @@ def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
             group=group if piped else None,
             loss=mse,
             optimizer=OPTIMIZERS["adam"],
-            remedies=remedies,
+            pipemare=remedies,
         )
         losses = [pipeline.step(x, target) for _ in range(3)]
         both.append((pipeline, losses))
@@ -510,7 +542,7 @@ def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
     own = dict(ours.named_parameters())
     assert own
     assert all(torch.equal(p, named[n]) and not torch.equal(p, began[n]) for n, p in own.items())
-    return ours.stream.state_dict()
+    return ours.async_steps.state_dict()
 
 
 @pytest.mark.parametrize(

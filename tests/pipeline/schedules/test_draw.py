@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyops.mesh import ALONE
 from pyops.pipeline import Costs, Pipeline, Timeline, custom, draw, schedule, simulate, text, trace
 
 pytestmark = pytest.mark.cpu_only
@@ -68,7 +69,7 @@ def test_a_trace_has_every_action_and_transfer(tmp_path: Path):
 def test_simulated_and_measured_stand_side_by_side(tmp_path: Path):
     made = schedule("zb1p", num_stages=2, num_microbatches=3)
     pipeline = Pipeline(
-        [nn.Linear(4, 4) for _ in range(4)], schedule=made, loss=nn.functional.mse_loss
+        [nn.Linear(4, 4) for _ in range(4)], schedule=made, group=ALONE, loss=nn.functional.mse_loss
     )
     with pipeline.recording() as found:
         pipeline.step(torch.randn(6, 4), torch.randn(6, 4))

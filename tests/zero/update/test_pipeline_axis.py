@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyops.mesh import Axes, Mesh
 from pyops.optim import AdamW
-from pyops.pipeline import Action, Pipeline, schedule
+from pyops.pipeline import Action, Pipeline, PipelineConfig, schedule
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.pipeline.reference import batch, mlp
 
@@ -68,9 +68,7 @@ def by_hand(rank: int, group: Any, stage: int, bucket_bytes: int) -> None:
         schedule=plan,
         group=mesh.group("pp"),
         loss=squared,
-        reduction="sum",
-        boundaries=[0, 2, 4],
-        tied=None,
+        config=PipelineConfig(reduction="sum", boundaries=[0, 2, 4], tied=None),
     )
     ends = {
         plan.ranks[mesh.rank("pp")][plan.last_gradients[s]]: s
