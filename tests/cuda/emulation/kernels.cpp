@@ -145,11 +145,11 @@ void emulated_sum(unsigned grid, void* out, const void* const* addends, int coun
 // kind: 0 uniform, 1 normal, 2 dropout mask
 void emulated_random(unsigned grid, int kind, void* out, int64_t numel, float p, uint64_t key, int64_t offset, int64_t row,
                      int64_t row_stride) {
-  const Place place{offset, row, row_stride};
+  const StreamRange range{offset, row, row_stride};
   emulation::launch(grid, RANDOM_THREADS, [&] {
-    if (kind == 0) random_kernel(static_cast<float*>(out), numel, Uniform{}, key, place);
-    if (kind == 1) random_kernel(static_cast<float*>(out), numel, Normal{}, key, place);
-    if (kind == 2) random_kernel(static_cast<uint8_t*>(out), numel, DropoutMask{p}, key, place);
+    if (kind == 0) random_kernel(static_cast<float*>(out), numel, Uniform{}, key, range);
+    if (kind == 1) random_kernel(static_cast<float*>(out), numel, Normal{}, key, range);
+    if (kind == 2) random_kernel(static_cast<uint8_t*>(out), numel, DropoutMask{p}, key, range);
   });
 }
 
