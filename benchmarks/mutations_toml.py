@@ -11,7 +11,7 @@ import math
 import os
 import random
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,6 +95,18 @@ def _whole(tree: dict[str, Any]) -> str:
     return "\n".join(top) + "\n"
 
 
+def _tables(config: Any) -> dict[str, Any]:
+    """A configuration as its file would have it: tuples are lists, and no option of Python alone."""
+    tree: dict[str, Any] = {}
+    for each in fields(config):
+        if each.metadata.get("toml", True):
+            value = getattr(config, each.name)
+            tree[each.name] = (
+                _tables(value) if is_dataclass(value) else json.loads(json.dumps(value))
+            )
+    return tree
+
+
 class Toml:
     """The examples, with every section's defaults written out; paths lead nowhere but to the
     folder."""
@@ -104,7 +116,7 @@ class Toml:
     def __init__(self, sound: Path) -> None:
         self._trees = {}
         for path in sorted(EXAMPLES.glob("*.toml")):
-            tree = json.loads(json.dumps(asdict(load_config(path))))  # tuples become lists
+            tree = _tables(load_config(path))
             tree["task"]["pretrained"] = ""
             self._trees[path.name] = {**tree, "parallel": {**tree["parallel"], "pp": 1}}
 

@@ -275,9 +275,6 @@ class ReplicaWorker:
                 parameter.grad = None
         release((parameter for buffer in self.buffers for parameter in buffer.parameters), self)
         self.pipeline.close()
-        # The pipeline calls this worker: a circle, in which all of its memory would wait for Python
-        # to look for circles.
-        self.pipeline.before_forward = None
         self.buffers, self.optimizer, self._prefix, self.failure = [], None, None, None
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -291,6 +292,9 @@ class Pipeline(nn.Module):
             stage.close()
         self._statistics.remove()
         self._tied_parameters.close()
+        # The function may belong to the owner of this pipeline: a reference cycle, whose memory would
+        # stay until Python's collector runs.
+        self.config, self.before_forward = replace(self.config, before_forward=None), None
         self.group, self._ranks = None, ALONE
 
     def incoming_channels(self) -> list[ReceiveChannel]:

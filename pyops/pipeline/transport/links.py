@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.pipeline.schedules.orders import Orders
@@ -122,7 +121,7 @@ def _pairs(
     return found
 
 
-def _pair(store: Store, rank: int, *, backend: str, timeout: timedelta) -> Any:
+def _pair(store: dist.Store, rank: int, *, backend: str, timeout: timedelta) -> Any:
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, 2, timeout)
     nccl = dist.distributed_c10d.ProcessGroupNCCL

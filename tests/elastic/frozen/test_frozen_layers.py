@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.elastic import PADDING, ActivationCache, FrozenLayers, Sampler
+from pyops.mesh import ALONE
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.pipeline.runtime.stage import named_arguments
@@ -349,7 +350,7 @@ def _over_ranks(rank: int, group: dist.ProcessGroup) -> bool:
     cache = ActivationCache(SAMPLES, shape=(TOKENS, DIM), group=group)
     losses, weights = trained(None, group=group, stages=2)
     found = trained(cache, group=group, stages=2)
-    alone = trained(None)
+    alone = trained(None, group=ALONE)
     return found[0] == losses == alone[0] and all(map(torch.equal, found[1], weights))
 
 

@@ -17,6 +17,7 @@ from pyops.comm import all_reduce
 from pyops.comm.collectives import probe
 from pyops.elastic import Bound, CacheOptions, Layout
 from pyops.elastic.layout.process_groups import LayoutGroups, make_control_group
+from pyops.mesh import ALONE
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.zero import ZeroConfig, ZeroOptimizer
@@ -183,7 +184,7 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
     pipeline = Pipeline(
         layers,
         schedule=schedule("1f1b", num_stages=layout.stages, num_microbatches=layout.micro_batches),
-        group=active.pp_group,
+        group=ALONE if active.pp_group is None else active.pp_group,
         loss=nn.functional.mse_loss,
         config=PipelineConfig(boundaries=layout.boundaries, tied=None),
     )
