@@ -4,9 +4,6 @@ or pipeline."""
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,54 +11,27 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-import pyops.optim
 from pyops.mesh import ALONE
 from pyops.pipeline import (
     Action,
     Pipeline,
     PipelineConfig,
     PipeMareOptions,
-    Schedule,
-    custom,
     schedule,
 )
 from tests.pipeline import emulation
+from tests.pipeline.asynchronous import (
+    OPTIMIZERS,
+    RULES,
+    made,
+    microbatch_rows,
+    mse,
+    same,
+    weights_of,
+)
 from tests.pipeline.reference import batch, mlp
-from tests.pipeline.runtime.test_skips import Plain, unet, without_dropout
 
 pytestmark = pytest.mark.cpu_only
-
-mse = nn.functional.mse_loss
-OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3),
-    "momentum": lambda parameters: torch.optim.SGD(
-        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
-    ),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
-    "fused": lambda parameters: pyops.optim.AdamW(parameters, lr=0.02),
-}
-RULES: dict[str, tuple[str, dict[str, Any], Callable[[int], emulation.Rule]]] = {
-    "stash": ("pipedream", {}, emulation.pipedream),
-    "vertical": ("pipedream", {"vertical_sync": True}, emulation.vertical),
-    "two": ("pipedream_2bw", {}, emulation.two_versions),
-    "two, more": ("pipedream_2bw", {"accumulate": 5}, emulation.two_versions),
-}
-
-
-def num_rows(microbatches: int, rows: int) -> tuple[Tensor, Tensor, Any, Any]:
-    x, target = batch(rows)
-    return x, target, x.tensor_split(microbatches), target.tensor_split(microbatches)
-
-
-def weights_of(layers: list[nn.Module]) -> list[Tensor]:
-    return [p.detach().clone() for layer in layers for p in layer.parameters()]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Bit for bit; and training has moved every one of them."""
-    began = weights_of(mlp())
-    assert all(not torch.equal(a, b) for a, b in zip(ours, began, strict=True))
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -69,7 +39,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
     name, options, make_rule = RULES[rule]
     for k, m in ((1, 7), (2, 11), (3, 15), (4, 19), (4, 2)) if optimizer == "sgd" else ((3, 15),):
-        x, target, xs, targets = num_rows(
+        x, target, xs, targets = microbatch_rows(
             m, 40
         )  # uneven micro-batches, and an uneven number for the last step
         plan = schedule(name, num_stages=k, num_microbatches=len(xs), **options)
@@ -99,7 +69,7 @@ def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
 @pytest.mark.parametrize("decay", [None, math.exp(-2)])
 def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: float | None):
     for k, accumulate, anneal in ((1, 1, 0), (4, 1, 9), (2, 2, 0)):
-        x, target, xs, targets = num_rows(16, 32)
+        x, target, xs, targets = microbatch_rows(16, 32)
         plan = schedule(
             "pipemare", num_stages=k, num_microbatches=16, warmup=warmup, accumulate=accumulate
         )
@@ -132,10 +102,6 @@ def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: fl
         assert same(weights_of(ours), weights_of(theirs)), (k, accumulate)
 
 
-def made(name: str, k: int, m: int, **options: Any) -> Schedule:
-    return schedule(name, num_stages=k, num_microbatches=m, **options)
-
-
 class Odd(nn.Module):
     """Weights that autograd keeps as they are, as views, and by way of an index; a layer that
     computes itself again."""
@@ -147,9 +113,9 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x * self.scale) + self.table(torch.arange(len(x)) % 4)
-        return checkpoint(self._recompute_inputs, y, use_reentrant=False)
+        return checkpoint(self._compute, y, use_reentrant=False)
 
-    def _recompute_inputs(self, y: Tensor) -> Tensor:
+    def _compute(self, y: Tensor) -> Tensor:
         return torch.tanh(self.linear(y) * self.scale[:1])
 
 
@@ -164,7 +130,7 @@ def odd(layers: int = 3) -> list[nn.Module]:
 )
 def test_any_layer_meets_the_right_version(rule: str, recompute: str):
     name, options, make_rule = RULES[rule]
-    x, target, xs, targets = num_rows(8, 16)
+    x, target, xs, targets = microbatch_rows(8, 16)
     plan = made(name, 3, 8, **options).with_recompute(recompute)
     ours, theirs = odd(), odd()
     pipeline = Pipeline(
@@ -188,7 +154,7 @@ def test_any_layer_meets_the_right_version(rule: str, recompute: str):
 
 
 def test_autocast_takes_no_copies_of_old_weights():
-    x, target, xs, targets = num_rows(8, 32)
+    x, target, xs, targets = microbatch_rows(8, 32)
     for name, options, make_rule in RULES.values():
         ours, theirs = mlp(), mlp()
         plan = made(name, 3, 8, **options)
@@ -227,7 +193,7 @@ def test_autocast_takes_no_copies_of_old_weights():
 def test_a_version_is_kept_as_long_as_it_is_needed_and_no_longer(rule: str):
     name, options, _ = RULES[rule]
     k = 4
-    x, target, _, _ = num_rows(6 * k, 6 * k)
+    x, target, _, _ = microbatch_rows(6 * k, 6 * k)
     plan = made(name, k, 6 * k, **options)
     pipeline = Pipeline(mlp(), schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["sgd"])
     most = [0] * k
@@ -374,180 +340,3 @@ def test_the_learning_rate_anneals_to_its_base_value():
     assert rates == [6.0 ** -(1 - min(step / 10, 1.0)) for step in range(1, 13)]
     assert pipeline.async_steps.of_stage[3].lr_factor == 1
     assert [group["lr"] for group in pipeline.async_steps.optimizers[0].param_groups] == [0.3]
-
-
-@pytest.mark.parametrize("name", ["pipemare", "pipedream_2bw", "pipedream"])
-def test_without_end_synchronous_calls_are_gpipe(name: str):
-    k, accumulate = 3, 1 if name == "pipedream" else 4
-    options = {} if name == "pipedream" else {"accumulate": accumulate}
-    x, target = batch(24)
-    ours, theirs = mlp(), mlp()
-    pipeline = Pipeline(
-        ours,
-        schedule=made(name, k, 12, **options),
-        group=ALONE,
-        loss=mse,
-        optimizer=OPTIMIZERS["adam"],
-        pipemare=PipeMareOptions(synchronous=math.inf, anneal=5),
-    )
-    plain = Pipeline(theirs, schedule=made("gpipe", k, accumulate), group=ALONE, loss=mse)
-    optimizers = [
-        OPTIMIZERS["adam"](list(stage.parameters())) for stage in map(nn.ModuleList, staged(plain))
-    ]
-    for _ in range(2):
-        with pipeline.recording() as timelines:
-            pipeline.step(x, target)
-        assert max(timelines[0].schedule.versions_kept(s) for s in range(k)) == 1
-        for rows, wanted in zip(x.split(2 * accumulate), target.split(2 * accumulate), strict=True):
-            plain.step(rows, wanted)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert same(weights_of(ours), weights_of(theirs))
-
-
-def staged(pipeline: Pipeline) -> list[list[nn.Module]]:
-    return [stage.layers for stage in pipeline.stages.values()]
-
-
-def test_a_warm_up_ends():
-    x, target, xs, targets = num_rows(8, 16)
-    ours, theirs = mlp(), mlp()
-    pipeline = Pipeline(
-        ours,
-        schedule=made("pipedream", 3, 8),
-        group=ALONE,
-        loss=mse,
-        optimizer=OPTIMIZERS["sgd"],
-        pipemare=PipeMareOptions(synchronous=2),
-    )
-    rules = [lambda t, s: t, lambda t, s: t, emulation.pipedream(3)]
-    for rule in rules:
-        pipeline.step(x, target)
-        emulation.emulate(
-            theirs, pipeline.boundaries, rule, OPTIMIZERS["sgd"], xs, targets, loss=mse
-        )
-        assert same(weights_of(ours), weights_of(theirs))
-
-
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "pipemare"])
-def test_a_recorded_order_can_be_replayed(name: str):
-    x, target = batch(12)
-    plan = made(name, 3, 12)
-    found = []
-    for replayed in (False, True):
-        layers = mlp()
-        pipeline = Pipeline(
-            layers, schedule=plan, group=ALONE, loss=mse, optimizer=OPTIMIZERS["momentum"]
-        )
-        with pipeline.recording() as timelines:
-            losses = [pipeline.step(x, target) for _ in range(2)]
-        found.append((weights_of(layers), losses))
-        if not replayed:
-            times = timelines[1].actions
-            text = [
-                " ".join(map(str, sorted(order, key=lambda action: times[action][0])))
-                for order in plan.ranks
-            ]
-            plan = custom(text, weights=plan.weights, accumulate=plan.options["accumulate"])
-    (first, losses), (second, again) = found
-    assert same(first, second)
-    assert losses == again
-
-
-@pytest.mark.parametrize(
-    ("weights", "decay"), [("stash", None), ("vertical", None), ("newest", None), ("newest", 0.1)]
-)
-def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | None):
-    x, target = batch(12)
-    whole = str(made("pipedream", 3, 12))
-    found = []
-    for orders in (whole, re.sub(r"(\d+)B(\d+)", r"\1I\2 \1W\2", whole)):
-        layers = mlp()
-        plan = custom(orders.splitlines(), weights=weights)
-        assert plan.splits_backward == ("I" in orders)
-        Pipeline(
-            layers,
-            schedule=plan,
-            group=ALONE,
-            loss=mse,
-            optimizer=OPTIMIZERS["sgd"],
-            pipemare=PipeMareOptions(decay=decay),
-        ).step(x, target)
-        found.append(weights_of(layers))
-    assert same(*found)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_what_skips_stages_meets_the_same_versions(rule: str):
-    name, options, make_rule = RULES[rule]
-    x, target, xs, targets = num_rows(10, 20)
-    plan = made(name, 3, 10, **options)
-    ours, theirs = without_dropout(unet()), without_dropout(unet())
-    pipeline = Pipeline(
-        ours,
-        schedule=plan,
-        group=ALONE,
-        loss=mse,
-        optimizer=OPTIMIZERS["sgd"],
-        pipemare=PipeMareOptions(synchronous=1),
-    )
-    for each in (lambda t, s: t, make_rule(3)):
-        pipeline.step(x, target)
-        emulation.emulate(
-            theirs,
-            pipeline.boundaries,
-            each,
-            OPTIMIZERS["sgd"],
-            xs,
-            targets,
-            accumulate=plan.options["accumulate"],
-            loss=mse,
-            forward=lambda stages, rows: Plain([layer for stage in stages for layer in stage])(
-                rows
-            ),
-        )
-        for a, b, began in zip(
-            weights_of(ours), weights_of(theirs), weights_of(unet()), strict=True
-        ):
-            assert torch.equal(a, b)
-            assert not torch.equal(a, began)
-
-
-def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
-    name, options, _ = (RULES | {"pipemare": ("pipemare", {"warmup": "b"}, None)})[rule]
-    remedies = (
-        PipeMareOptions(decay=0.1, anneal=9, synchronous=1)
-        if name == "pipemare"
-        else PipeMareOptions(synchronous=1)
-    )
-    x, target = batch(20)
-    both = []
-    for piped in (True, False):
-        layers = mlp()
-        pipeline = Pipeline(
-            layers,
-            schedule=made(name, k, 9, **options),
-            group=group if piped else None,
-            loss=mse,
-            optimizer=OPTIMIZERS["adam"],
-            pipemare=remedies,
-        )
-        losses = [pipeline.step(x, target) for _ in range(3)]
-        both.append((pipeline, losses))
-    (ours, losses), (theirs, expected) = both
-    assert losses == expected
-    began = dict(nn.Sequential(*mlp()).named_parameters())
-    named = dict(theirs.named_parameters())
-    own = dict(ours.named_parameters())
-    assert own
-    assert all(torch.equal(p, named[n]) and not torch.equal(p, began[n]) for n, p in own.items())
-    return ours.async_steps.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("rule", "k"), [("stash", 2), ("vertical", 3), ("two", 3), ("pipemare", 2), ("pipemare", 3)]
-)
-def test_ranks_train_as_one_process(world, rule: str, k: int):
-    states = world(k).run(over_ranks, rule, k)
-    assert [list(state["stages"]) for state in states] == [[str(rank)] for rank in range(k)]
