@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.broadcast import broadcast
@@ -21,7 +22,7 @@ from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
 from pyops.flat import FlatBuffer, InPlace, check_free, claim, release
-from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
+from pyops.mesh import Mesh, ProcessGroupLike, axis_group, resolve
 from pyops.renamed import refuse_renamed
 
 __all__ = ["DataParallel"]
@@ -95,15 +96,6 @@ def _check_same_modules(module: nn.Module, *, group: ProcessGroupLike) -> None:
         )
 
 
-def _group_of(group: ProcessGroupLike, mesh: Mesh | None) -> ProcessGroupLike:
-    """The ranks that hold replicas; ValueError where both arguments name some."""
-    if mesh is None:
-        return group
-    if group is not None:
-        raise ValueError("DataParallel: group and mesh are both given; give one of them")
-    return mesh.group("dp") or ALONE
-
-
 class DataParallel(nn.Module):
     """Wraps `module` so that after backward() every rank holds the mean (or sum) of all ranks'
     gradients.
@@ -113,7 +105,7 @@ class DataParallel(nn.Module):
             broadcast once. A parameter that is not contiguous becomes contiguous.
         group: the ranks that hold replicas; None for the default group (one process where
             torch.distributed is not initialized), pyops.mesh.ALONE for this process alone.
-        mesh: in place of `group`: the ranks of its axis "dp".
+        mesh: a pyops.mesh.Mesh or torch DeviceMesh, in place of `group`: its ranks along "dp".
         bucket_bytes: how many bytes of gradients are reduced at a time.
         algorithm: as for `pyops.comm.all_reduce`; of no meaning with a codec.
         reduction: "mean", or "sum" for a loss that is already divided by the global number of
@@ -148,7 +140,7 @@ class DataParallel(nn.Module):
         module: nn.Module,
         *,
         group: ProcessGroupLike = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | DeviceMesh | None = None,
         bucket_bytes: int = 25 << 20,
         algorithm: str = "auto",
         reduction: str = "mean",
@@ -157,7 +149,7 @@ class DataParallel(nn.Module):
         **unknown: object,
     ) -> None:
         refuse_renamed("DataParallel", unknown, {"op": "reduction"})
-        group = _group_of(group, mesh)
+        group = axis_group("DataParallel", "dp", group=group, mesh=mesh)
         ranks = resolve(group, "DataParallel")
         super().__init__()
         with ranks_agree(group):

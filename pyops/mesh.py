@@ -32,6 +32,7 @@ __all__ = [
     "Mesh",
     "ProcessGroupLike",
     "alone",
+    "axis_group",
     "check_initialized",
     "resolve",
 ]
@@ -205,3 +206,43 @@ class Mesh:
     def _check(self, axis: str) -> None:
         if axis not in self.axes.degrees():
             raise ValueError(f"no axis {axis!r}; there are {', '.join(self.axes.degrees())}")
+
+
+def axis_group(
+    what: str, axis: str, *, group: ProcessGroupLike, mesh: Mesh | DeviceMesh | None
+) -> ProcessGroupLike:
+    """The group that the two arguments `group` and `mesh` of a class name together.
+
+    Args:
+        what: The class that was given them, for the error.
+        axis: The axis of the mesh along which its ranks lie, such as "dp".
+        group: What a parameter `group` takes.
+        mesh: A mesh that has the axis, or None.
+
+    Returns:
+        The group as it came where there is no mesh; else the mesh's, ALONE where that is one
+        process.
+
+    Raises:
+        TypeError: The mesh is something else.
+        ValueError: Both are given, or the mesh has no such axis.
+    """
+    if mesh is None:
+        return group
+    if not isinstance(mesh, Mesh | DeviceMesh):
+        raise TypeError(
+            f"{what}: mesh is {mesh!r}; pass a pyops.mesh.Mesh, or a torch DeviceMesh with a "
+            f"dimension {axis!r}"
+        )
+    if group is not None:
+        raise ValueError(
+            f"{what}: mesh and group are both given; leave group out, for the mesh has it"
+        )
+    if isinstance(mesh, Mesh):
+        return mesh.group(axis) or ALONE
+    if axis not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"{what}: the dimensions of mesh are {mesh.mesh_dim_names}; name one {axis!r}, or give "
+            "group"
+        )
+    return mesh.get_group(axis)

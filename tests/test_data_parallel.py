@@ -405,7 +405,7 @@ def test_a_rank_alone_reduces_nothing(world):
 
 
 def test_arguments_that_contradict_or_are_of_old():
-    with pytest.raises(ValueError, match="group and mesh"):
+    with pytest.raises(ValueError, match="mesh and group"):
         DataParallel(nn.Linear(1, 1), group=ALONE, mesh=Mesh(Axes()))
     with pytest.raises(TypeError, match=r"op has a new name: reduction"):
         DataParallel(nn.Linear(1, 1), op="sum")

@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from pyops.mesh import ALONE, Alone, Axes, Mesh, resolve
+from pyops.mesh import ALONE, Alone, Axes, Mesh, axis_group, resolve
 
 pytestmark = pytest.mark.cpu_only
 
@@ -105,3 +106,32 @@ def _resolved(rank: int, group: dist.ProcessGroup) -> list[bool]:
 
 def test_a_group_among_ranks(world):
     assert world(2).run(_resolved) == [[True] * 3] * 2
+
+
+def _axis_groups(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    mesh = Mesh(Axes(dp=2, tp=2))
+    of_torch = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    unnamed = init_device_mesh("cpu", (4,))
+    refusals = []
+    for given, ranks, words in (
+        (mesh, ALONE, "Some: mesh and group"),
+        ("dp", None, "mesh is 'dp'"),
+        (unnamed, None, "dimensions of mesh are None; name one 'dp'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            axis_group("Some", "dp", group=ranks, mesh=given)  # type: ignore[arg-type]
+        refusals.append(True)
+    return [
+        axis_group("Some", "dp", group=None, mesh=mesh) is mesh.group("dp"),
+        axis_group("Some", "dp", group=None, mesh=of_torch) is of_torch.get_group("dp"),
+        axis_group("Some", "dp", group=group, mesh=None) is group,
+        *refusals,
+    ]
+
+
+def test_the_group_of_an_axis(world):
+    assert world(4).run(_axis_groups) == [[True] * 6] * 4
+
+
+def test_a_mesh_of_one_process_means_alone():
+    assert axis_group("Some", "pp", group=None, mesh=Mesh(Axes())) is ALONE

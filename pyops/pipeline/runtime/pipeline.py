@@ -24,13 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.buckets.grad_norm import grad_norm
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError, PeerError, lost_peer
 from pyops.flat import InPlace
-from pyops.mesh import ALONE, Alone, ProcessGroupLike, resolve
+from pyops.mesh import ALONE, Alone, Mesh, ProcessGroupLike, axis_group, resolve
 from pyops.pipeline.runtime.async_steps import AsyncSteps
 from pyops.pipeline.runtime.batch_norm import BatchNormStatistics
 from pyops.pipeline.runtime.executor import ScheduleExecutor, StepInputs, gather_timeline
@@ -81,6 +82,7 @@ class Pipeline(nn.Module):
         group: A process group with as many ranks as the schedule, this rank among them, that
             carries CPU tensors. None: the default group, or one process where torch.distributed is
             not initialized. `pyops.mesh.ALONE`: all stages are in this process.
+        mesh: A pyops.mesh.Mesh or torch DeviceMesh, in place of `group`: its ranks along "pp".
         loss: (result of the last layer, target) -> a tensor of one number. None: the last layer
             returns the loss itself, and takes what it needs as a named argument.
         config: How the model is cut, and how the losses of micro-batches become one.
@@ -100,6 +102,7 @@ class Pipeline(nn.Module):
         *,
         schedule: Schedule,
         group: ProcessGroupLike = None,
+        mesh: Mesh | DeviceMesh | None = None,
         loss: Loss | None = None,
         config: PipelineConfig | None = None,
         optimizer: MakeOptimizer | None = None,
@@ -109,6 +112,7 @@ class Pipeline(nn.Module):
         refuse_renamed("Pipeline", renamed, RENAMED)
         super().__init__()
         layers, self.config = list(layers), config or PipelineConfig()
+        group = axis_group("Pipeline", "pp", group=group, mesh=mesh)
         self.group, self.loss = resolve(group, "Pipeline"), loss
         # What functions over ranks are given: to them None would be the default group.
         self._ranks: dist.ProcessGroup | Alone = ALONE if self.group is None else self.group

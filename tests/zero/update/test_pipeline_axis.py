@@ -66,7 +66,7 @@ def by_hand(rank: int, group: Any, stage: int, bucket_bytes: int) -> None:
     pipeline = Pipeline(
         layers,
         schedule=plan,
-        group=mesh.group("pp"),
+        mesh=mesh,
         loss=squared,
         config=PipelineConfig(reduction="sum", boundaries=[0, 2, 4], tied=None),
     )
