@@ -1,8 +1,8 @@
 """LAMB, LARS and Adafactor over the tensors of a GPT, against torch's foreach operations with the
 same semantics.
 
-    LAMB, LARS   torch has none: the same formula in torch._foreach_*, no host synchronisation either
-    Adafactor    torch.optim.Adafactor(foreach=True); on the CPU alone, where it has a kernel
+    LAMB, LARS  torch has none: the same formula in torch._foreach_*, no host synchronisation either
+    Adafactor   torch.optim.Adafactor(foreach=True); on the CPU alone, where it has a kernel
 
 Bytes: LAMB 40 per element in two passes, LARS 28, Adafactor 24 in three. On a GPU LAMB aims at 90 %
 of a copy.

@@ -1,8 +1,8 @@
 """What each rank keeps and sends at every stage of ZeRO, counted, beside the formulas of the paper;
 drawn by memory_picture.
 
-    bytes of a 16-bit parameter with AdamW     stage 0: 16    1: 4 + 12 / N    2: 2 + 14 / N    3: 16 / N
-    elements sent in a step, times (N - 1) / N       0: 2     1: 2             2: 2             3: 3
+    bytes of a 16-bit parameter with AdamW     stage 0: 16  1: 4 + 12 / N  2: 2 + 14 / N  3: 16 / N
+    elements sent in a step, times (N - 1) / N       0: 2   1: 2           2: 2           3: 3
 
 Kept: all storages that tensors of the process hold between a backward and its step, without inputs.
 Sent: as the collectives count, and, with 2 ranks as root, as the interfaces between two network

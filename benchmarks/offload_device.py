@@ -1,9 +1,9 @@
 """A step of parameters on a GPU whose states are in host memory, beside its copies alone and the
 processor's Adam alone.
 
-    down    gradients and parameters, bf16     ----->|
-    Adam    masters and moments, fp32                 |-------->|
-    up      parameters, bf16                                    |--->      a tile at a time, all three at once
+    down gradients and parameters, bf16 ----->|
+    Adam masters and moments, fp32             |-------->|
+    up   parameters, bf16                                |---> a tile at a time, all three at once
 
 What is slowest of the three decides if they hide behind each other: the aim is 1.3 times the slower
 of copies and Adam. A trace of one step goes to the folder of PYOPS_BENCH_ROWS, if it is set, for

@@ -1,11 +1,11 @@
 """A slow network on one machine: a network namespace for each rank, links of a set rate between
 them, ranks that run there.
 
-    2 ranks     [ns 0: slow0]--veth--[ns 1: slow0]              tc tbf at both ends: each direction has its own rate
+    2 ranks [ns 0: slow0]--veth--[ns 1: slow0] tc tbf at both ends: each direction has its own rate
 
-    more        [ns 0: slow0]--veth--[port 0 |        |
-                [ns 1: slow0]--veth--[port 1 | bridge |        tc tbf at both ends of each veth: up and down
-                [ns 2: slow0]--veth--[port 2 | (ns)   |
+    more    [ns 0: slow0]--veth--[port 0 |        |
+            [ns 1: slow0]--veth--[port 1 | bridge |    tc tbf at both ends of each veth: up and down
+            [ns 2: slow0]--veth--[port 2 | (ns)   |
 
     with Link(ranks=2, mbit=100) as link:
         first, second = link.run("benchmarks.slow_link:plain_send", {"nbytes": 10**7}, timeout=60)

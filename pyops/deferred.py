@@ -1,9 +1,9 @@
 """Weight gradients: at once, in fp32 beside the weight, or put off until a pipeline has nothing
 better to do.
 
-    I    with queue.collecting():             dy --> dx = dy W --> ...          dy, x --> queue
-             torch.autograd.backward(loss)
-    W    queue.take().accumulate()            dW = dy^T x, db = sum of dy --> .grad or main_grad, hooks
+    I  with queue.collecting():           dy --> dx = dy W --> ...          dy, x --> queue
+           torch.autograd.backward(loss)
+    W  queue.take().accumulate()          dW = dy^T x, db = sum of dy --> .grad or main_grad, hooks
 
 A layer asks `weight_gradient` for the gradients of its weight and bias; whether a parameter carries
 a queue (`deferred`) or an fp32 sum (`main_grad`) is no business of the layer's. Linear layers do:

@@ -4,7 +4,7 @@ of training.
     loss * scale -> backward -> gradients * scale -> inf or nan on any rank?  no: unscale, step    yes: change nothing
                       scale  <-------------------- doubled after `window` good steps; halved once `hysteresis` is used up
 
-    65536 65536 32768 32768 ...        hysteresis 2: the first overflow is forgiven, the second halves
+    65536 65536 32768 32768 ...    hysteresis 2: the first overflow is forgiven, the second halves
      inf   inf   ok    ok
 
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the state machine with

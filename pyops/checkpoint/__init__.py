@@ -1,9 +1,9 @@
 """Training state on disk: tensors in safetensors files, the rest in a JSON manifest, nothing
 pickled.
 
-save(folder, state, own=..., group=...)      written beside `folder`, then renamed: whole or not there
-load(folder, group=...) -> (state, own)      checked against the manifest first: a damaged file is named
-Checkpoints(folder, keep=2)                  folder/step-00000100, ...: the newest `keep` stay
+save(folder, state, own=..., group=...)  written beside `folder`, then renamed: whole or not there
+load(folder, group=...) -> (state, own)  checked against the manifest first: a damaged file is named
+Checkpoints(folder, keep=2)              folder/step-00000100, ...: the newest `keep` stay
 
 state    nested dicts, lists and tuples of tensors, numbers, strings, booleans and None; the same on all ranks,
          except that `pyops.flat.Shard`s of one tensor at one path, each rank's part, are loaded as the whole tensor

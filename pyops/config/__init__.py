@@ -1,18 +1,18 @@
 """A run's configuration: a TOML file, whose sections are the frozen dataclasses of the rooms they
 configure.
 
-    name = "small"          # outputs go to <train.folder>/<name>/
-    [model]                 # pyops.models.GPTConfig
-    [data]                  # pyops.data.DataConfig
-    [optimizer]             # OptimizerConfig
-    [communication]         # CommunicationConfig
-    [precision]             # PrecisionConfig
-    [zero]                  # ZeroConfig
-    [recompute]             # RecomputeConfig
-    [parallel]              # pyops.config.parallel_config.ParallelConfig
-    [elastic]               # ElasticConfig
-    [train]                 # TrainConfig
-    [task]                  # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
+    name = "small"     # outputs go to <train.folder>/<name>/
+    [model]            # pyops.models.GPTConfig
+    [data]             # pyops.data.DataConfig
+    [optimizer]        # OptimizerConfig
+    [communication]    # CommunicationConfig
+    [precision]        # PrecisionConfig
+    [zero]             # ZeroConfig
+    [recompute]        # RecomputeConfig
+    [parallel]         # pyops.config.parallel_config.ParallelConfig
+    [elastic]          # ElasticConfig
+    [train]            # TrainConfig
+    [task]             # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
 
 `load_config(path, overrides=["train.num_steps=10"])` reads it. What is wrong is a ConfigError that
 names the key, its value and the fix; nothing has been started by then.

@@ -75,7 +75,7 @@ class ZeroTraining:
         self._this: Any = self  # what the Trainer gives: its class is not known here
         _check_trainer(self._this)
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # optimizer
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -102,7 +102,7 @@ class ZeroTraining:
             nullcontext() if self.zero_optimizer is None else self.zero_optimizer.whole_parameters()
         )
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -188,7 +188,7 @@ class Offloaded:
             if any(chosen[s.parameter] is not None for s in tile.segments)
         ]
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # stepping
 
     @torch.no_grad()
@@ -320,7 +320,7 @@ class Offloaded:
         once = {name: value for name, value in state.items() if name not in views}
         self._once[segment.parameter, segment.start] = _copies(once) if first else once
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # reading and writing
 
     @torch.no_grad()

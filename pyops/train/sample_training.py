@@ -194,7 +194,7 @@ class SampleTraining(Training):
             f"{layout.replicas} x {layout.stages} stages, {layout.micro_batches} micro-batches"
         )
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # training
 
     def _samples_left(self) -> int:
@@ -376,7 +376,7 @@ class SampleTraining(Training):
         )
         return total / (self.task.held_out * self.task.held_out_terms)
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # states
 
     def state(self) -> dict[str, Any]:

@@ -317,7 +317,7 @@ class ZeroOptimizer(Savable):
         """Whether `close` was called."""
         return self._life is LifeCycle.CLOSED
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # gradients
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -367,7 +367,7 @@ class ZeroOptimizer(Savable):
         self._settle()
         return squares_by_name(self.owned, self.flats, self.communicator if self.stage else None)
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # stepping
 
     def scale(self, loss: Tensor) -> Tensor:

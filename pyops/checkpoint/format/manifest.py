@@ -1,7 +1,7 @@
 """A nested state as named tensors and a JSON tree, and back; and what a checkpoint's manifest says.
 
-    {"model": {"w": <tensor>}, "step": 7}   <->   {"model": {"w": {"$tensor": "model.w"}}, "step": 7}
-                                                  {"model.w": <tensor>}
+    {"model": {"w": <tensor>}, "step": 7}  <->  {"model": {"w": {"$tensor": "model.w"}}, "step": 7}
+                                                {"model.w": <tensor>}
 
 manifest.json:
 

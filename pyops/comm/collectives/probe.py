@@ -1,6 +1,6 @@
 """Which algorithm is the fastest for a tensor of some size: measured once, not guessed.
 
-    seconds(bytes) = latency + bytes / bandwidth        two sizes are timed, the line goes through both
+    seconds(bytes) = latency + bytes / bandwidth    two sizes are timed, the line goes through both
 
 All ranks use rank 0's table, so they always choose alike.
 """

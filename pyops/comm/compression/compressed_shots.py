@@ -1,9 +1,9 @@
 """Two-shot collectives whose messages are payloads of a codec, over a transport.
 
-x         |  chunk 0  |  chunk 1  |  chunk 2  |      one contiguous chunk per rank, cut into segments
-shot 1    rank r encodes its part of every chunk (worker error) and sends each to the chunk's owner
-          the owner adds up what arrived, in rank order, and encodes the sum anew (server error)
-shot 2    the owner sends its payload to everyone; everyone, the owner too, decodes the same bytes
+x        |  chunk 0  |  chunk 1  |  chunk 2  |      one contiguous chunk per rank, cut into segments
+shot 1   rank r encodes its part of every chunk (worker error) and sends each to the chunk's owner
+         the owner adds up what arrived, in rank order, and encodes the sum anew (server error)
+shot 2   the owner sends its payload to everyone; everyone, the owner too, decodes the same bytes
 
 time      0        1        2        3        4        5        6          DEPTH = 2
 segment   encode 0 encode 1 encode 2 encode 3 encode 4 ...

@@ -1,11 +1,11 @@
 """PowerSGD: each gradient matrix as a product of two thin ones that all ranks share, by two exact
 collectives.
 
-    U = gradient + error                      [n, m], each rank's own; M is the mean of U over the ranks
-    P = mean of U Q                           [n, r]     collective 1, with the tensors too small to gain
+    U = gradient + error             [n, m], each rank's own; M is the mean of U over the ranks
+    P = mean of U Q                  [n, r]     collective 1, with the tensors too small to gain
     P = orthonormal(P)
-    Q = mean of U^T P                         [m, r]     collective 2
-    out = P Q^T,  error = U - out             out is M projected onto the columns of P
+    Q = mean of U^T P                [m, r]     collective 2
+    out = P Q^T,  error = U - out    out is M projected onto the columns of P
 
 The Q of one step, its columns scaled to length 1, is where the next begins: one power iteration a
 step, so P turns to the strongest directions of the gradients. Vogels, Karimireddy, Jaggi, PowerSGD,

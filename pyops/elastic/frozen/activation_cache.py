@@ -1,8 +1,8 @@
 """ActivationCache: what frozen layers say to each sample, in one piece of memory that all processes
 of a host share.
 
-    tags     | depth + 1, seed | 0, 0 | depth + 1, seed | ...     0: nothing there
-    values   | sample 0        |      | sample 2        | ...     as many samples as the budget allows
+    tags     | depth + 1, seed | 0, 0 | depth + 1, seed | ...   0: nothing there
+    values   | sample 0        |      | sample 2        | ...   as many samples as the budget allows
 
 The memory has no name: rank 0 makes it, the others open it through /proc, and it is gone when the
 last process is, however that ended. A sample's values are valid for the (depth, augmentation seed)

@@ -1,9 +1,9 @@
 """When reading what frozen layers say pays: the seconds of computing, keeping and reading a sample,
 one rule on all ranks.
 
-    rank 0   compute 900 us   put 20 us   get 10 us  --.                                    .-- read
-    rank 1   (its stage has no frozen layers)        --+-- add up: 1700 > 45 + 25 ?         --+-- read
-    rank 2   compute 800 us   put 25 us   get 15 us  --'                                    '-- read
+    rank 0   compute 900 us   put 20 us   get 10 us  --.                               .-- read
+    rank 1   (its stage has no frozen layers)        --+-- add up: 1700 > 45 + 25 ?    --+-- read
+    rank 2   compute 800 us   put 25 us   get 15 us  --'                               '-- read
 
 The rule: compute > put + get. An entry that is put in one epoch saves all of compute in the next,
 in which it is read; that is all that is sure, since by then more may be frozen. If so, what is read

@@ -1,8 +1,8 @@
 """Which layers have memory on this rank: those of its stage; the others are on the meta device,
 shapes without values.
 
-layout        embedding block 0 block 1 | block 2 block 3 head      rank 0 of 2 holds the first three
-next layout   embedding block 0 block 1   block 2 block 3 head      take() fills the other three
+layout        embedding block 0 block 1 | block 2 block 3 head    rank 0 of 2 holds the first three
+next layout   embedding block 0 block 1   block 2 block 3 head    take() fills the other three
 """
 
 from __future__ import annotations

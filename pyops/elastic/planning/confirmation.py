@@ -1,9 +1,9 @@
 """confirm: of the numbers of micro-batches that the simulator likes best, the one that a short
 trial finds fastest.
 
-    simulated   8: 1.00 s   4: 1.02 s   12: 1.05 s   16: 1.4 s        the best three are tried
-    rank 0      8: 1.31 s   4: 1.10 s   12: 1.50 s
-    rank 1      8: 1.12 s   4: 1.15 s   12: 1.48 s                    slowest rank: 1.31, 1.15, 1.50, so 4
+    simulated  8: 1.00 s  4: 1.02 s  12: 1.05 s  16: 1.4 s  the best three are tried
+    rank 0     8: 1.31 s  4: 1.10 s  12: 1.50 s
+    rank 1     8: 1.12 s  4: 1.15 s  12: 1.48 s             slowest rank: 1.31, 1.15, 1.50, so 4
 
 A trial depends on what else the machine does, and in how many micro-batches a batch is summed
 changes the last bits of its gradients. So nothing is tried unless asked for: without it a run's

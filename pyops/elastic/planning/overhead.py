@@ -1,8 +1,8 @@
 """What a micro-batch costs besides its rows: with it `pack` weighs many small micro-batches against
 few large ones.
 
-rows of a micro-batch     4      16
-milliseconds             26      50        2 for each row, and 18, as much as 9 rows, however few there are
+rows of a micro-batch    4   16
+milliseconds            26   50   2 for each row, and 18, as much as 9 rows, however few there are
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """RankRuntime: what this rank holds and computes in the present layout, and how it goes over to the
 next one.
 
-enter(packing, states)    memory and values for its layers -> groups -> frozen layers -> worker
-states()                  what has to last, by layer
-detach()                  closes worker and groups; the layers keep their values until the next enter
+enter(packing, states)   memory and values for its layers -> groups -> frozen layers -> worker
+states()                 what has to last, by layer
+detach()                 closes worker and groups; the layers keep their values until the next enter
 """
 
 from __future__ import annotations

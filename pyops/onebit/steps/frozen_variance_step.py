@@ -1,8 +1,8 @@
 """The half-steps of an optimizer whose variance no longer changes, over all parameters of its
 groups.
 
-take_gradients     m = m + (1 - beta) (g - m)                          g: this rank's own gradient
-step_frozen        p = p (1 - lr wd) - lr m / (sqrt(v) + eps)          m: what came back from the ranks
+take_gradients    m = m + (1 - beta) (g - m)                    g: this rank's own gradient
+step_frozen       p = p (1 - lr wd) - lr m / (sqrt(v) + eps)    m: what came back from the ranks
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the C library's allocator keeps of memory that was freed, and how to give it back.
 
-allocated    ####--##-#---##--####-      -: freed, in pieces that the next step's tensors don't fit into
-trimmed      ####  ##  ###  ####         whole pages of it go back to the system
+allocated   ####--##-#---##--####-   -: freed, in pieces that the next step's tensors don't fit into
+trimmed     ####  ##  ###  ####      whole pages of it go back to the system
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Where parameters, gradients and optimizer states lie, as `[zero] stage` says; the loop sees no
 difference.
 
-    stage   parameters   gradients   states                 made of
-    0       every rank   every rank  every rank             DataParallel and an optimizer over its flat buffers; with
-                                                            [parallel] tp or pp, ZeroOptimizer
-    1       every rank   every rank  shared out             ZeroOptimizer
-    2       every rank   shared out  shared out
-    3       shared out   shared out  shared out
+    stage parameters gradients  states     made of
+    0     every rank every rank every rank DataParallel and an optimizer over its flat buffers; with
+                                           [parallel] tp or pp, ZeroOptimizer
+    1     every rank every rank shared out ZeroOptimizer
+    2     every rank shared out shared out
+    3     shared out shared out shared out
 
 Checkpoints name parameters, whatever the strategy that wrote them: each reads all others'.
 """

@@ -205,7 +205,7 @@ class ShardedOptimizerState:
     def all_pieces(self) -> list[ParamShard]:
         return [each for group in self.pieces for each in group]
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # stepping
 
     def take_gradients(self, gradients: ShardedGradients, absent: set[tuple[int, int]]) -> None:
@@ -348,7 +348,7 @@ class ShardedOptimizerState:
             found |= {} if each.target is None else {"master": each.parameter.detach()}
         return found | {AHEAD: each.result} if found and each.result is not each.tensor else found
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # loading
 
     @torch.no_grad()
