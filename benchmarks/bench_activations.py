@@ -1,9 +1,9 @@
 """What a transformer layer keeps for backward, counted, beside the formulas: alone, shared by
 ranks, and recomputed.
 
-    bytes per layer, 16-bit     s b h ( 8 + 24 / t + 4 a s / (h t) ) + 16 s b + s^2                 shared by t ranks
-                                                                                                  sequence parallel: 1 / t
-    Megatron                    s b h (10 + 24 / t + 5 a s / (h t) )                              34 where t = 1
+    bytes per layer, 16-bit   s b h ( 8 + 24 / t + 4 a s / (h t) ) + 16 s b + s^2     shared by t ranks
+                                                                                    sequence parallel: 1 / t
+    Megatron                  s b h (10 + 24 / t + 5 a s / (h t) )                  34 where t = 1
 
 A layer is a block of pyops.models.GPT in bfloat16, of a heads, with dropout; what autograd saves is
 counted in storages, each once, without parameters. For b sequences of s tokens, width h.

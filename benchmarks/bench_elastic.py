@@ -1,11 +1,12 @@
 """Elastic training beside the same pipeline without freezing: time to the end of the last epoch,
 and accuracy over seeds.
 
-    no freezing      a pipeline on all processes (several: and data parallel), every layer trained to the end
-    freeze only      frozen layers want no gradients, the layout stays while there are layers for it
-    + AutoPipe       fewer stages as layers freeze; processes set free are idle
-    + AutoDP         they become replicas
-    + AutoCache      what frozen layers say is read where that is faster
+    no freezing   a pipeline on all processes (several: and data parallel), every layer trained to
+                  the end
+    freeze only   frozen layers want no gradients, the layout stays while there are layers for it
+    + AutoPipe    fewer stages as layers freeze; processes set free are idle
+    + AutoDP      they become replicas
+    + AutoCache   what frozen layers say is read where that is faster
 
 Each round is a seed, in which all take turns; a ratio is of one round. Runs are `pyops train` of
 examples/, under torchrun, one thread for each process, from weights that are trained first. Time is

@@ -1,9 +1,10 @@
 """A training step of a GPT in bf16 on one device: model FLOP utilisation beside plain PyTorch and
 torch.compile.
 
-    pyops                     as `pyops train` runs it
-    pyops + torch.compile     with train.compile
-    plain ...                 the same model in torch's modules, torch.compile (on a GPU), torch's fused AdamW
+    pyops                   as `pyops train` runs it
+    pyops + torch.compile   with train.compile
+    plain ...               the same model in torch's modules, torch.compile (on a GPU), torch's
+                            fused AdamW
 
 Before anything is timed, three steps from the same weights must give the losses of the plain model,
 and its gradients' norms: random tokens cost a new model much the same whatever is wrong in it, but

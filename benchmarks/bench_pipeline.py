@@ -1,9 +1,12 @@
 """Steps of a pipeline on ranks of one thread each, beside torch.distributed.pipelining with the
 same stages and micro-batches.
 
-    tiny layers     what a pipeline costs: a step less what its stages take by themselves, for each (micro-batch, stage) cell
-    GPT             the model of bench_data_parallel on 2 ranks, 4 micro-batches, and what the simulator says from its profile
-    slow links      layers that sleep, every message later by a part of a forward: eager 1f1b beside 1f1b, and simulated
+    tiny layers   what a pipeline costs: a step less what its stages take by themselves, for each
+                  (micro-batch, stage) cell
+    GPT           the model of bench_data_parallel on 2 ranks, 4 micro-batches, and what the
+                  simulator says from its profile
+    slow links    layers that sleep, every message later by a part of a forward: eager 1f1b beside
+                  1f1b, and simulated
 
 Every case compares losses first. A GPT's step has the optimizer's in it.
 """

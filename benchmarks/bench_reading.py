@@ -1,7 +1,8 @@
 """What frozen layers say, read from the cache beside computed: a batch of 64 through blocks of a
 ViT of width 128, 17 tokens.
 
-    reading     the frozen layers as one, `FrozenLayers`, whose samples are all in the cache: in memory, or on disk, not read ahead
+    reading     the frozen layers as one, `FrozenLayers`, whose samples are all in the cache: in
+                memory, or on disk, not read ahead
     computing   the same without a cache
 
 A sample has 8.7 kB. `keep_us`: microseconds to keep one. The bits of both are the same, or the case

@@ -2,10 +2,10 @@
 interface's own counters.
 
     all_reduce   100 MB of fp32 over 2 ranks: Gloo's own beside codecs
-    step         a training step of the example GPT after the warm-up: torch DDP + AdamW beside compressed ways; batch 8, and
-                 batch 2, where computation is a smaller part of it
-    loss         250 steps of it at 100 Mbit/s, a fifth of them warm-up: loss against seconds, drawn in docs/slow_link.png for
-                 batch 8
+    step         a training step of the example GPT after the warm-up: torch DDP + AdamW beside
+                 compressed ways; batch 8, and batch 2, where computation is a smaller part of it
+    loss         250 steps of it at 100 Mbit/s, a fifth of them warm-up: loss against seconds, drawn
+                 in docs/slow_link.png for batch 8
 
 `--only` takes a part of a case's name: "all_reduce", "100 Mbit/s", "OneBitAdam", "loss". Needs
 root: says so and skips else.

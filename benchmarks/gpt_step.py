@@ -1,9 +1,10 @@
 """A training step of a GPT, ready to be called: as `pyops train` takes it, and as plain PyTorch
 does.
 
-    PyopsStep    GPT in bf16, DataParallel over one rank, AdamW with fp32 masters over flat buffers: pyops.train's own parts
-    PlainStep    nn.Linear, nn.LayerNorm, scaled_dot_product_attention, cross_entropy; torch's fused AdamW, clipped. In bf16
-                 beside fp32 masters, like ours, or in fp32 under autocast
+    PyopsStep   GPT in bf16, DataParallel over one rank, AdamW with fp32 masters over flat buffers:
+                pyops.train's own parts
+    PlainStep   nn.Linear, nn.LayerNorm, scaled_dot_product_attention, cross_entropy; torch's fused
+                AdamW, clipped. In bf16 beside fp32 masters, like ours, or in fp32 under autocast
 
 Each has what was made of it by torch.compile as well: blocks and the head with its loss, each by
 itself, so that equal blocks are compiled once. A call takes one step on the same tokens and returns

@@ -1,6 +1,7 @@
 """How everything is timed here: first check the result, then time ours and its rivals in turn.
 
-    check -> calibrate -> ours peer ours peer ours peer ... -> median, 20 % and 80 % quantiles -> one JSON line
+    check -> calibrate -> ours peer ours peer ours peer ... -> median, 20 % and 80 % quantiles ->
+    one JSON line
 
 Rounds are interleaved so that a machine that slows down for a while slows all alike; a speed-up is
 the median of the ratios within each round. A case that gives a wrong result raises instead of

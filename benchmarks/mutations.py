@@ -8,9 +8,11 @@ Each is a sound folder or file with one thing changed: bits, bytes, names, types
 must be refused with
 an error that names the file or the key, or be read as what it says. What is counted as a failure:
 
-    raw       an exception of another kind (TypeError, KeyError, RuntimeError of torch, ...), or one that names nothing
-    silent    it was read, and a value is not what the files say
-    slow      it took more than LIMIT seconds of this process's CPU time, or waited for something for more than WAIT seconds
+    raw      an exception of another kind (TypeError, KeyError, RuntimeError of torch, ...), or one
+             that names nothing
+    silent   it was read, and a value is not what the files say
+    slow     it took more than LIMIT seconds of this process's CPU time, or waited for something for
+             more than WAIT seconds
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 often the host waits in it.
 
 kernels    each by its name: time, share, how often          on a CPU: operations
-waits      calls in which the host waits for the device; reading loss and norm, as training does, is two of them
+waits      calls in which the host waits for the device; reading loss and norm, as training does, is
+           two of them
 torch's own table of operations, longest first
 """
 

@@ -1,11 +1,14 @@
 """Kills at random instants: python -m benchmarks.soak [--runs 100] [--seed 0] [--only NAME]
 [--folder KEPT]
 
-    a run      some ranks train; one of them is killed by SIGKILL: while they start, in a step, in a save, in a change of layout
-    bare       the others must end with an error that names the killed rank, in time; all start again and go on
+    a run      some ranks train; one of them is killed by SIGKILL: while they start, in a step, in a
+               save, in a change of layout
+    bare       the others must end with an error that names the killed rank, in time; all start
+               again and go on
     torchrun   starts all of them again by itself
-    verdict    "resumed": the losses of the whole run are those of one that nobody killed, bit for bit, and no half-written
-               checkpoint is left; anything else is a FAIL, whose folder is kept
+    verdict    "resumed": the losses of the whole run are those of one that nobody killed, bit for
+               bit, and no half-written checkpoint is left; anything else is a FAIL, whose folder is
+               kept
 
 Each run is small: 24 steps of a GPT, or 16 of a ViT that is frozen layer by layer. Layouts: see
 LAYOUTS. A row of JSON for each run stands in KEPT/soak.jsonl.

@@ -5,9 +5,10 @@ save(folder, state, own=..., group=...)  written beside `folder`, then renamed: 
 load(folder, group=...) -> (state, own)  checked against the manifest first: a damaged file is named
 Checkpoints(folder, keep=2)              folder/step-00000100, ...: the newest `keep` stay
 
-state    nested dicts, lists and tuples of tensors, numbers, strings, booleans and None; the same on all ranks,
-         except that `pyops.flat.Shard`s of one tensor at one path, each rank's part, are loaded as the whole tensor
-own      the same kind of thing, of this rank alone: the state of its random number generator
+state   nested dicts, lists and tuples of tensors, numbers, strings, booleans and None; the same on
+        all ranks, except that `pyops.flat.Shard`s of one tensor at one path, each rank's part, are
+        loaded as the whole tensor
+own     the same kind of thing, of this rank alone: the state of its random number generator
 """
 
 from pyops.checkpoint.background import BackgroundSaver

@@ -2,7 +2,8 @@
 were laid out.
 
 flat:    exp_avg |  head.weight  |pad|  block.0.bias  | ...        step: 7
-named:   {"head.weight": {"exp_avg": tensor [V, D], "step": 7}, "block.0.bias": {"exp_avg": tensor [D], "step": 7}, ...}
+named:   {"head.weight": {"exp_avg": tensor [V, D], "step": 7}, "block.0.bias": {"exp_avg": tensor
+         [D], "step": 7}, ...}
 """
 
 from __future__ import annotations

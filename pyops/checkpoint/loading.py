@@ -1,7 +1,8 @@
 """Reading a checkpoint, whole or in part: checked first on every rank, then read, so that a damaged
 one changes nothing.
 
-manifest -> is it sound?  -> files there, of their sizes? -> blocks of what is wanted -> all ranks agree -> read
+manifest -> is it sound?  -> files there, of their sizes? -> blocks of what is wanted -> all ranks
+                          agree -> read
 """
 
 from __future__ import annotations

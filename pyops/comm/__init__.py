@@ -2,7 +2,8 @@
 still running.
 
     from pyops.comm import all_reduce
-    all_reduce(x)                                        # in place, over all ranks, by the fastest algorithm
+    all_reduce(x)                                        # in place, over all ranks, by the fastest
+                                                         # algorithm
     work = all_reduce(x, op="mean", async_op=True); ...; work.wait()
 
 | folder or file | what it does |

@@ -1,9 +1,10 @@
 """How the ranks of a run share a model out: [parallel] of a configuration.
 
-    16 ranks, tp = 2, pp = 4        4 stages of layers; each layer cut in two; 2 such models, which see other sequences (dp)
+    16 ranks, tp = 2, pp = 4   4 stages of layers; each layer cut in two; 2 such models, which see
+                               other sequences (dp)
 
-Pipeline ranks take turns with `num_microbatches` parts of their sequences, in the order of a schedule
-of `pyops.pipeline`.
+Pipeline ranks take turns with `num_microbatches` parts of their sequences, in the order of a
+schedule of `pyops.pipeline`.
 """
 
 from __future__ import annotations

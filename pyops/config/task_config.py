@@ -36,12 +36,12 @@ class TaskConfig:
     [data] validation_fraction is held out: of passages, each file's end.
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none.
-    num_epochs: 0: train.num_steps steps, of the batch at the start, which may end in the middle of an
-    epoch. num_copies: of each image in an epoch: itself,
-    and others that are turned, scaled and shifted a little, each its own way; of each passage or
-    row of
-    text: itself, and others that begin a part of its length later, so that they overlap. num_passages:
-    of each family to train on, spread over its files, before they are copied; 0: all there are.
+    num_epochs: 0: train.num_steps steps, of the batch at the start, which may end in the middle of
+    an epoch. num_copies: of each image in an epoch: itself, and others that are turned, scaled and
+    shifted a little, each its own way; of each passage or row of
+    text: itself, and others that begin a part of its length later, so that they overlap.
+    num_passages: of each family to train on, spread over its files, before they are copied; 0: all
+    there are.
     """
 
     kind: str = "text"

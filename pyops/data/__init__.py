@@ -3,17 +3,22 @@
 files --corpus--> bytes --tokenizer--> tokens --prepare--> cache folder --open--> Corpus
                                           |                                        | memory-mapped
                                           `-> pairs of bytes -> bigram             v
-                                                                 Batches(corpus.train, ...).next() -> rows [B, T+1]
+                                                                 Batches(corpus.train, ...).next()
+                                                                 -> rows [B, T+1]
 
-corpus = prepare(DataConfig(), vocab_size=256, group=group)       # rank 0 builds the cache, the others wait
+corpus = prepare(DataConfig(), vocab_size=256, group=group)       # rank 0 builds the cache, the
+                                                                  # others wait
 batches = Batches(corpus.train, sequence_length=256, global_batch=32, seed=0, rank=rank,
 num_ranks=num_ranks)
 rows = batches.next()                                             # int64 [32 / num_ranks, 257]
 batches.state_dict(), batches.load_state_dict(state)              # the cursor
-corpus.bigram_loss                                                # what a byte-bigram model reaches, nats per byte
+corpus.bigram_loss                                                # what a byte-bigram model
+                                                                  # reaches, nats per byte
 
-load_digits(), load_characters()                                  # images of 8 x 8 pixels, to train on and held out
-prepare_passages(DataConfig(), vocab_size=1024, length=64)        # code, and which family of modules it is from
+load_digits(), load_characters()                             # images of 8 x 8 pixels, to train on
+                                                             # and held out
+prepare_passages(DataConfig(), vocab_size=1024, length=64)   # code, and which family of modules it
+                                                             # is from
 """
 
 from pyops.data.batches import Batches, validation_rows

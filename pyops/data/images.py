@@ -1,7 +1,8 @@
 """Images with labels, and copies of them that differ a little.
 
-images [n, 1, S, S]       -1 paper ... 1 ink            labels [n]
-copies [n, C, 1, S, S]    each image C times, turned, scaled and shifted a little, each copy its own way
+images [n, 1, S, S]      -1 paper ... 1 ink            labels [n]
+copies [n, C, 1, S, S]   each image C times, turned, scaled and shifted a little, each copy its own
+                         way
 """
 
 from __future__ import annotations

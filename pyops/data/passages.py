@@ -4,8 +4,10 @@ from?
     asyncio  --files-->  streams.py  .................... | ......      of every file the end is held out
                          transports.py  ................. | .....
                          train                            | held out
-             --passages-->  [first] 63 tokens, one after the other; as many of each family; copies of them begin between
-    the rest of the library, and what is trained on -> text, in the same lengths, to begin with: each row's label is its file
+             --passages-->  [first] 63 tokens, one after the other; as many of each family; copies
+                            of them begin between
+    the rest of the library, and what is trained on -> text, in the same lengths, to begin with:
+    each row's label is its file
 
 Tokens are those of `DataConfig.tokenizer`, and two more: one that stands first, and one in place of
 those that are masked.

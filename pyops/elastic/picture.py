@@ -1,8 +1,10 @@
 """A picture of an elastic run, from its rows of metrics: what is frozen, who does what, how fast,
 how well.
 
-    frozen blocks    ____----======          rows: {"step": 120, "epoch": 3, "frozen": 5, "stages": 2, "replicas": 2,
-    rank 0  | stage 0     | stage 0 | ...           "samples_per_s": 812.0, "cached": True, "validation_accuracy": ...}
+    frozen blocks    ____----======         rows: {"step": 120, "epoch": 3, "frozen": 5, "stages":
+                                            2, "replicas": 2,
+    rank 0  | stage 0     | stage 0 | ...          "samples_per_s": 812.0, "cached": True,
+                                                   "validation_accuracy": ...}
     rank 1  | stage 1     | stage 1 | ...
     rank 2  | stage 2     | stage 0 | ...
     samples/s        ____----======

@@ -72,8 +72,9 @@ class FlatBuffer:
 
     layout      the FlatLayout
     data, grad  the flat tensors; parameter.data and parameter.grad are views of them
-    parameter   an nn.Parameter over `data` whose .grad is `grad`: give it to an optimizer in place of the many. Its
-                attribute `flat_layout` is the layout, by which LAMB, LARS and Adafactor know their layers
+    parameter   an nn.Parameter over `data` whose .grad is `grad`: give it to an optimizer in place
+                of the many. Its attribute `flat_layout` is the layout, by which LAMB, LARS and
+                Adafactor know their layers
     names, parameters, grad_views   in the buffer's order
 
     Don't move the module or assign new data to its parameters afterwards: DataParallel and the

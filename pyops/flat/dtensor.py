@@ -1,8 +1,10 @@
 """DTensor: what this rank holds of a tensor that a mesh of ranks shares, and sums over the ranks
 that share it.
 
-    mesh (replica 2, shard 2), placements (Replicate, Shard(0))        dims = (1,): the shards of one replica make the whole
-        rank 0  rows 0 1      rank 2  rows 0 1                         a sum over them counts every element once
+    mesh (replica 2, shard 2), placements (Replicate, Shard(0))   dims = (1,): the shards of one
+                                                                  replica make the whole
+        rank 0  rows 0 1      rank 2  rows 0 1                    a sum over them counts every
+                                                                  element once
         rank 1  rows 2        rank 3  rows 2
 
 Nothing here imports torch.distributed before there is a DTensor: a plain tensor costs one look into

@@ -1,10 +1,13 @@
 """Whether parameters are where they were put: views of a flat tensor, and the very objects that the
 model's modules hold.
 
-    model.half(), p.data = x                      the parameter has other memory than the flat tensor that is trained
-    load_state_dict(assign=True), m.weight = p    the module has another parameter, of which nobody knows
-    model.head = nn.Linear(8, 2)                  the model has another module, with parameters of which nobody knows
-    a second wrapper                              the parameter is a view of another flat tensor
+    model.half(), p.data = x                     the parameter has other memory than the flat tensor
+                                                 that is trained
+    load_state_dict(assign=True), m.weight = p   the module has another parameter, of which nobody
+                                                 knows
+    model.head = nn.Linear(8, 2)                 the model has another module, with parameters of
+                                                 which nobody knows
+    a second wrapper                             the parameter is a view of another flat tensor
 
 All of this is silent in torch. It is found by comparing pointers, two for each parameter and one
 for each module.

@@ -1,7 +1,8 @@
 """A file that tensors are read from and written to while the program computes
 (csrc/native/async_file.cpp).
 
-    file = AsyncFile("/fast/disk", nbytes=1 << 30)       a nameless file in the folder, its space reserved
+    file = AsyncFile("/fast/disk", nbytes=1 << 30)       a nameless file in the folder, its space
+                                                         reserved
     going = file.write(tensor, offset=0); ...; going.wait()
 
 O_DIRECT where the file system takes it: the page cache neither fills memory nor copies. io_uring

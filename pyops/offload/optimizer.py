@@ -1,9 +1,10 @@
 """Offloaded: an optimizer whose states are in host memory or in a file, and which is stepped tile
 by tile.
 
-    optimizer = AdamW(parameters, ...)                  any that steps each element by itself, of pyops or torch
+    optimizer = AdamW(parameters, ...)               any that steps each element by itself, of pyops
+                                                     or torch
     offloaded = Offloaded(optimizer, "/fast/disk")
-    loss.backward(); offloaded.step()                   in place of optimizer.step()
+    loss.backward(); offloaded.step()                in place of optimizer.step()
 
 For each tile the optimizer stands before slices of its parameters, whose states are views of the
 tile, and takes an ordinary step; it knows nothing of the rest. Rajbhandari et al., ZeRO-Infinity,

@@ -1,8 +1,9 @@
 """What an optimizer keeps for a parameter, and whether it steps each element by itself: found out
 by two small steps.
 
-a parameter of 96 elements, whole      step, step      its states have these names and dtypes
-the same in two parts of 32 and 64     step, step      the same numbers? if not, a tile can't be stepped alone
+a parameter of 96 elements, whole    step, step   its states have these names and dtypes
+the same in two parts of 32 and 64   step, step   the same numbers? if not, a tile can't be stepped
+                                                  alone
 """
 
 from __future__ import annotations

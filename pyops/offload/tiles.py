@@ -1,12 +1,13 @@
 """Which part of which parameter is stepped together: pure arithmetic.
 
-    parameters   |   0: 10 M elements   | 1 |2|   3: 4 M   |       parameters keep their order; a long one is cut,
-    tiles        |  0   |  1   |  2   |    3    |  4  |             short ones share a tile
+    parameters   |   0: 10 M elements   | 1 |2|   3: 4 M   |   parameters keep their order; a long
+                                                               one is cut,
+    tiles        |  0   |  1   |  2   |    3    |  4  |         short ones share a tile
 
 A tile's states lie one after the other in one region of the file, so that a tile is one read and
 one write:
 
-    region   | 0: exp_avg | 0: exp_avg_sq | 0: master | 1: exp_avg | ...        every field begins at a multiple of 64 bytes
+    region   | 0: exp_avg | 0: exp_avg_sq | 0: master | 1: exp_avg | ...   every field begins at a multiple of 64 bytes
 """
 
 from __future__ import annotations

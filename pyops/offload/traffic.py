@@ -1,7 +1,8 @@
 """How a tile's parameters and gradients come to the processor that steps them, and back.
 
     in host memory   they are there: views
-    on a GPU         gradients and parameters of tile k + 1 come down while tile k is stepped, and those of tile k - 1 go up
+    on a GPU         gradients and parameters of tile k + 1 come down while tile k is stepped, and
+                     those of tile k - 1 go up
 
 The copies use pinned memory and streams of their own. Ren et al., ZeRO-Offload, arXiv:2101.06840,
 section 5.

@@ -4,7 +4,8 @@ ZeroOneAdam.
     config = OneBitConfig(warmup_steps=400)
     optimizer = OneBitAdam(model.parameters(), lr=3e-4, config=config)
     loss.backward()        # of this rank's part of the batch; nobody reduces the gradients
-    optimizer.step()       # warm-up: exact mean of gradients, AdamW; then 1 bit per momentum element
+    optimizer.step()       # warm-up: exact mean of gradients, AdamW; then 1 bit per momentum
+                           # element
 
 | folder or file | what it does |
 |---|---|

@@ -1,9 +1,11 @@
 """What optimizers that communicate share: ranks that agree before every step, and fail or skip it
 together.
 
-    step()   check -> norm of this rank's gradients -> one small message to each rank: phase, step, norm, finite?
+    step()   check -> norm of this rank's gradients -> one small message to each rank: phase, step,
+             norm, finite?
                  a mistake, another phase: raises on every rank     |
-                 a gradient that is not finite anywhere: skip       '-> exact round, or a compressed one
+                 a gradient that is not finite anywhere: skip       '-> exact round, or a compressed
+                                                                    one
 
 An exact round is the plain optimizer's step (AdamW's, say, by the same kernel) on gradients that
 are reduced exactly: by `model` during backward, or here, all parameters in one all-reduce.

@@ -2,7 +2,7 @@
 own part beside it.
 
     {"state": {...}, "param_groups": [...],                              as AdamW's
-     "communication": {"phase": "compressed", "steps": 700, "codec": "...", "errors": {...}, ...}}     this rank's
+     "communication": {"phase": "compressed", "steps": 700, "codec": "...", "errors": {...}, ...}}   this rank's
 
 The errors are by parameter name and differ from rank to rank: every rank saves its own state_dict.
 """

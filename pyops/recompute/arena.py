@@ -1,11 +1,14 @@
 """One piece of memory, taken once, for tensors that come and go: the heap never fragments.
 
     arena = Arena(1 << 30)
-    x = arena.empty((8, 1024), dtype=torch.bfloat16)     an ordinary tensor; its memory returns when the last view of it goes
+    x = arena.empty((8, 1024), dtype=torch.bfloat16)   an ordinary tensor; its memory returns when
+                                                       the last view of it goes
 
     | x | y | z |            |      a mark moves up with each tensor
-    | x |...| z |            |      y is gone: a hole, unless what is above goes too, as activations do in backward
-    | x |   | z | y's place and the rest as one piece       defragment(): pages are mapped anew, x, z and all views stay
+    | x |...| z |            |      y is gone: a hole, unless what is above goes too, as activations
+                                    do in backward
+    | x |   | z | y's place and the rest as one piece       defragment(): pages are mapped anew, x,
+                                                            z and all views stay
 
 Host memory (csrc/native/arena.h).
 """

@@ -1,8 +1,9 @@
 """checkpoint: one call of a function whose intermediate results are thrown away, and computed again
 in backward.
 
-    checkpoint(f, x, mask=m)        tensors anywhere in args and kwargs  -> inputs of torch's non-reentrant checkpoint
-                                    parameters and everything else       -> stay with f
+    checkpoint(f, x, mask=m)   tensors anywhere in args and kwargs  -> inputs of torch's
+                                                                    non-reentrant checkpoint
+                               parameters and everything else       -> stay with f
 
 torch's checkpoint saves its inputs before it puts its own hooks in place, so hooks around the call
 see the inputs and nothing else: that is where they are split, moved or put into the arena.
@@ -46,14 +47,16 @@ def checkpoint(
 
     partition_group: each rank of this process group keeps 1/n of every input, in
     torch.tensor_split's parts, and all-gathers
-        them in backward. Inputs must be equal on its ranks (as within a tensor-parallel group), which is not checked; ranks
-        whose shapes differ all get pyops.comm's DisagreementError in backward.
+        them in backward. Inputs must be equal on its ranks (as within a tensor-parallel group),
+        which is not checked; ranks whose shapes differ all get pyops.comm's DisagreementError in
+        backward.
     offload: "cpu" keeps CUDA inputs in pinned host memory; inputs in host memory stay where they
     are.
     arena: a pyops.recompute.Arena in which the copies lie one after the other; RuntimeError when
     they don't fit. prefetch: a pyops.recompute.Prefetch, the same for the parts of one model: while
     backward is in one part, the inputs of the
-        part before it are gathered, or copied to the GPU. One part's inputs more are whole at a time.
+        part before it are gathered, or copied to the GPU. One part's inputs more are whole at a
+        time.
 
     With one of these three, inputs are copied, and may be changed in place afterwards; without,
     that is autograd's usual RuntimeError in backward. Parameters among the arguments are never

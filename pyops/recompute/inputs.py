@@ -2,7 +2,8 @@
 share of each.
 
 x [2, 3, 5] of strides s  ->  30 elements in memory order  ->  rank r's part  ->  an arena, host memory, or a clone
-backward:   all-gather of the parts  ->  strides s again, so that kernels take the same path and give the same bits
+backward:   all-gather of the parts  ->  strides s again, so that kernels take the same path and
+                                         give the same bits
 """
 
 from __future__ import annotations

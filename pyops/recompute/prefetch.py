@@ -1,9 +1,10 @@
 """Inputs fetched before their turn: while backward is in one part, the inputs of the part before it
 are on their way.
 
-    forward     part 1 | part 2 | part 3           calls are kept in their order
-    backward             fetch 3 | part 3  | part 2  | part 1
-                                 | fetch 2 | fetch 1 |          copies from the host, all-gathers over a partition group
+    forward    part 1 | part 2 | part 3           calls are kept in their order
+    backward            fetch 3 | part 3  | part 2  | part 1
+                                | fetch 2 | fetch 1 |          copies from the host, all-gathers
+                                                               over a partition group
 
 One call's input more is whole at a time. Another order of backward costs time, never a result.
 """

@@ -54,8 +54,9 @@ def apply(
 
     modules: names as in `model.named_modules()`, with shell wildcards ("blocks.*.mlp"; a wildcard
     stops at a dot); classes;
-        modules of the model. partition_group, offload, arena: see `checkpoint`. prefetch: while backward is in one of them, the
-        inputs of the one before it are fetched; False: each waits for its own.
+        modules of the model. partition_group, offload, arena: see `checkpoint`. prefetch: while
+        backward is in one of them, the inputs of the one before it are fetched; False: each waits
+        for its own.
 
     ValueError, before anything is changed: a choice that no module answers to, a module that is
     chosen a second time.

@@ -1,6 +1,7 @@
 """The training run: the only room that knows every other.
 
-    config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints -> loop
+    config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints ->
+    loop
 
 | folder or file | what it does |
 |---|---|

@@ -1,9 +1,12 @@
 """Tasks: what there is to learn, as samples with numbers, whatever the layout that learns it.
 
-task = make_task(config)                                      of [task], [data], and its model's section
-inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; PADDING: a row that counts nothing
+task = make_task(config)                                      of [task], [data], and its model's
+                                                              section
+inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; PADDING: a row
+                                                              that counts nothing
 pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)      with loss=task.loss, reduction="sum"
-task.loss(output, target)                                     nats, summed: times 1 / (rows * terms) it is the mean
+task.loss(output, target)                                     nats, summed: times 1 / (rows * terms)
+                                                              it is the mean
 task.score(pipeline(inputs, **named), target)                 right ones, or nats
 
 pretraining    characters     masked_text

@@ -3,7 +3,8 @@
     optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=2, max_grad_norm=1.0), lr=3e-4)
     for batch in my_part_of_the_batches:
         loss(model(batch)).backward()            # gradients are reduce-scattered while it runs
-        optimizer.step()                         # each rank steps what it owns; then parameters are gathered
+        optimizer.step()                         # each rank steps what it owns; then parameters are
+                                                 # gathered
 
 | folder or file | what it does |
 |---|---|

@@ -1,8 +1,9 @@
 """Every parameter gets its memory: in buffers that are whole on every rank, or in units of which
 each rank keeps a chunk.
 
-    stage 0, 1, 2    one buffer for each dtype and device
-    stage 3          one for each unit, dtype and device, trained or frozen; and one for what is too small to be cut
+    stage 0, 1, 2   one buffer for each dtype and device
+    stage 3         one for each unit, dtype and device, trained or frozen; and one for what is too
+                    small to be cut
 
 Units are laid out one after the other, so that of a model on the meta device only one has memory at
 a time.

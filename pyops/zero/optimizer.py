@@ -1,7 +1,8 @@
 """ZeroOptimizer: an ordinary optimizer whose states, gradients and parameters are spread over the
 ranks.
 
-    backward --buckets--> reduce-scatter --> this rank's chunks --> optimizer on them --> all-gather --> parameters
+    backward --buckets--> reduce-scatter --> this rank's chunks --> optimizer on them --> all-gather
+    --> parameters
                                    (norm, clipping: one small message)
 
 Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054: stages 1, 2 and 3 are its P_os, P_os+g and

@@ -5,12 +5,15 @@
 
 manifest.json:
 
-    format, version                               this is a checkpoint of pyops, laid out in this way
-    tree: {"state": ...}                          the state, with names in place of tensors; of a tensor made of shards,
-                                                  {"$shards": {shape, dtype, parts: [{file, name, offset, shape}]}};
-                                                  a part with one offset is a range of the flattened tensor
+    format, version                               this is a checkpoint of pyops, laid out in this
+                                                  way
+    tree: {"state": ...}                          the state, with names in place of tensors; of a
+                                                  tensor made of shards, {"$shards": {shape, dtype,
+                                                  parts: [{file, name, offset, shape}]}}; a part
+                                                  with one offset is a range of the flattened tensor
     own: {rank: ...}                              each rank's own state, likewise
-    files: {file: {bytes, block, crc32: [...]}}   every file of the checkpoint except the manifest, a checksum per block
+    files: {file: {bytes, block, crc32: [...]}}   every file of the checkpoint except the manifest,
+                                                  a checksum per block
     tensors: {file: {name: {dtype, shape}}}       what each holds
     crc32                                         of all the above
 

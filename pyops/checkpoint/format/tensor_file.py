@@ -2,7 +2,8 @@
 compared first.
 
     | u64 | JSON header, padded | tensor | tensor | tensor ... |
-    | block 0: crc32 | block 1: crc32 | block 2: crc32 | ...   |      a MiB each, more in files of more than 4 GiB
+    | block 0: crc32 | block 1: crc32 | block 2: crc32 | ...   |   a MiB each, more in files of more
+                                                                   than 4 GiB
 
 A reader of a few rows reads and compares the blocks in which they lie, and nothing else of the
 file. CRC-32 finds every flip of up to 32 bits in a row; it is no signature, and cryptographic

@@ -112,7 +112,8 @@ def grad_norm(
         label: What this is, for error messages.
 
     Returns:
-        A float64 scalar with the same bits on every rank. inf or nan where a gradient is not finite.
+        A float64 scalar with the same bits on every rank. inf or nan where a gradient is not
+        finite.
     """
     total = sum_of_squares(gradients, device=device)[:1]
     for group in groups:

@@ -3,7 +3,8 @@ rounding.
 
 fp32 bf16 fp16 fp64   the kernels of pyops.ops.reduce
 complex               as pairs of reals
-integers              wrap around; unsigned ones as signed ones of the same width, whose sums have the same bits
+integers              wrap around; unsigned ones as signed ones of the same width, whose sums have
+                      the same bits
 bool                  logical or
 """
 

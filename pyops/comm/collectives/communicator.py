@@ -1,10 +1,11 @@
 """Everything a process group needs beside itself to run collectives: transport, shared memory,
 costs, one thread, one sequence.
 
-Communicator.of(group)     made at the first collective of the group, kept as long as the group itself
-  .run(call, ...)          here and now, on the thread when the call is asynchronous or others are still waiting there,
-                           or on a CUDA stream; failures get the names of rank, collective and bucket
-  .choose(...)             which algorithm, the same on every rank
+Communicator.of(group)   made at the first collective of the group, kept as long as the group itself
+  .run(call, ...)        here and now, on the thread when the call is asynchronous or others are
+                         still waiting there, or on a CUDA stream; failures get the names of rank,
+                         collective and bucket
+  .choose(...)           which algorithm, the same on every rank
 """
 
 from __future__ import annotations

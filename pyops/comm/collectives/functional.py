@@ -1,6 +1,7 @@
 """The collectives: any dtype, any size, any strides, one result on all ranks, bit for bit.
 
-    tensor -> flat contiguous view (or copy) of a summable dtype -> algorithm over a transport -> back
+    tensor -> flat contiguous view (or copy) of a summable dtype -> algorithm over a transport ->
+    back
 
 What a call needs of its group is in its Communicator. These functions check what the caller passed,
 before anything is changed.

@@ -1,7 +1,8 @@
 """Collectives among the ranks of one host through POSIX shared memory
 (csrc/native/shared_memory.cpp): CPU tensors only.
 
-    rank 0 makes the region -- its name goes round -- the others map it -- all say so -- rank 0 removes the name
+    rank 0 makes the region -- its name goes round -- the others map it -- all say so -- rank 0
+    removes the name
 
 From then on no file is left behind, whatever dies. Sums are in rank order, fp32 inside for 16-bit
 and rounded once: the same bits as two_shot.

@@ -1,10 +1,12 @@
 """How tensors go from rank to rank: the one primitive that every algorithm is written against, and
 two carriers.
 
-    post(sends, receives) -> Pending        start some sends and receives together; wait() until all are done
+    post(sends, receives) -> Pending   start some sends and receives together; wait() until all are
+                                       done
 
     ProcessGroupTransport   point-to-point messages of a torch process group (Gloo, NCCL)
-    VirtualTransport        n threads of one process as ranks: tests without processes, n ranks on one GPU
+    VirtualTransport        n threads of one process as ranks: tests without processes, n ranks on
+                            one GPU
 
 Messages between two ranks arrive in the order they were posted. Empty tensors are not sent; both
 sides know their sizes.

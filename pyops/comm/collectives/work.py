@@ -1,8 +1,8 @@
 """What an asynchronous collective returns, and the thread on which CPU collectives run in the order
 of their calls.
 
-caller        all_reduce(a, async_op=True)   all_reduce(b, async_op=True)   all_reduce(c)
-thread            |-- a --|-- b --|-- c --|                                  (c waits for its turn: one order on every rank)
+caller   all_reduce(a, async_op=True)   all_reduce(b, async_op=True)   all_reduce(c)
+thread       |-- a --|-- b --|-- c --|                                  (c waits for its turn: one order on every rank)
 """
 
 from __future__ import annotations

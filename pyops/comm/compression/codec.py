@@ -1,11 +1,13 @@
 """How numbers are written for the wire: a codec turns n numbers into a payload of a known number of
 bytes, and back.
 
-    codec         bytes per number      error feedback   what it keeps
-    Identity      4                     nothing is lost  fp32
-    BF16          2                     yes              the first 8 bits of each number
-    Int8, FP8     1 + 4 / block         yes              8 bits of each number, relative to the largest of its block
-    OneBit        1/8 + 4 / block       yes              the sign of each number, and a mean size of its block
+    codec       bytes per number   error feedback   what it keeps
+    Identity    4                  nothing is lost  fp32
+    BF16        2                  yes              the first 8 bits of each number
+    Int8, FP8   1 + 4 / block      yes              8 bits of each number, relative to the largest
+                                                    of its block
+    OneBit      1/8 + 4 / block    yes              the sign of each number, and a mean size of its
+                                                    block
 
     u = x + error --> encode --> payload --> (wire) --> decode --> what all ranks see
           error <--- u - decoded ---'

@@ -5,9 +5,10 @@ shot 1   rank r encodes its part of every chunk (worker error) and sends each to
          the owner adds up what arrived, in rank order, and encodes the sum anew (server error)
 shot 2   the owner sends its payload to everyone; everyone, the owner too, decodes the same bytes
 
-time      0        1        2        3        4        5        6          DEPTH = 2
+time      0        1        2        3        4        5        6     DEPTH = 2
 segment   encode 0 encode 1 encode 2 encode 3 encode 4 ...
-                            sum 0    sum 1    sum 2    ...                 while one is computed, others travel
+                            sum 0    sum 1    sum 2    ...            while one is computed, others
+                                                                      travel
                                               decode 0 decode 1 ...
 """
 

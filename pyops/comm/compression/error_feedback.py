@@ -2,7 +2,8 @@
 
     rank 0   worker [numel]   what rank 0 left out of its own numbers
     rank 1   worker [numel]
-             server | rank 0's chunk | rank 1's chunk |     what the owner of a chunk left out of the ranks' sum
+             server | rank 0's chunk | rank 1's chunk |     what the owner of a chunk left out of
+                                                            the ranks' sum
 
 The mean over ranks of the workers, plus the servers, is what the ranks have not seen yet: that is
 what stays the same when the number of ranks changes.

@@ -2,12 +2,13 @@
 the
 batch, or read from the cache.
 
-    samples     7  2  9  4  0           a micro-batch
-    cache       .  2  1  .  2           the depth at which each is there; this prefix has 2 layers
+    samples     7  2  9  4  0   a micro-batch
+    cache       .  2  1  .  2   the depth at which each is there; this prefix has 2 layers
     read           x        x
-    layers[1:]        x                 goes on from what is there
-    layers      x        x              ... all of them in chunks of one fixed number of rows, the last one filled up
-    kept        x     x  x              for the next epoch
+    layers[1:]        x         goes on from what is there
+    layers      x        x      ... all of them in chunks of one fixed number of rows, the last one
+                                filled up
+    kept        x     x  x      for the next epoch
 
 A matrix product of more rows may add in another order, so a sample's bits would depend on the batch
 that it comes in. Chunks of one size prevent that: a run that reads has the bits of a run that

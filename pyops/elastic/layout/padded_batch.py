@@ -1,7 +1,8 @@
 """PaddedBatch: a replica's part of a batch, filled up so that each step has as many rows, in
 micro-batches of one size; and Step.
 
-share of 5 samples, 4 micro-batches      7 2 | 9 0 | 4 - | - -        -: sample PADDING, a row that counts nothing
+share of 5 samples, 4 micro-batches   7 2 | 9 0 | 4 - | - -   -: sample PADDING, a row that counts
+                                                              nothing
 
 PADDING is no index of anything: a list, an array or a tensor of rows raises IndexError for it,
 where -1 would be its last row.

@@ -105,9 +105,8 @@ class RunGroups:
     """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not
     running. A collective.
 
-    patience: seconds that a rank waits in `waiting_group`; in `control_group` it is as long as in the
-    default
-    group.
+    patience: seconds that a rank waits in `waiting_group`; in `control_group` it is as long as in
+    the default group.
     """
 
     def __init__(self, *, patience: float) -> None:

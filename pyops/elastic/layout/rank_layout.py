@@ -1,9 +1,10 @@
 """Layout: which rank holds which layers of a model, how many of them are frozen, and who is idle.
 
-    ranks        0 1 2 3 | 4 5 6 7 |  8         9 ranks, 4 stages, 2 replicas
-    replica      0 0 0 0 | 1 1 1 1 | idle
-    stage        0 1 2 3 | 0 1 2 3 |
-    layers      [boundaries[stage], boundaries[stage + 1])       the frozen ones are the first, all of them on stage 0
+    ranks      0 1 2 3 | 4 5 6 7 |  8         9 ranks, 4 stages, 2 replicas
+    replica    0 0 0 0 | 1 1 1 1 | idle
+    stage      0 1 2 3 | 0 1 2 3 |
+    layers    [boundaries[stage], boundaries[stage + 1])       the frozen ones are the first, all of
+                                                               them on stage 0
 
 Plain data: nothing here talks to another rank. `pyops.elastic.transition` goes from one layout to
 the next.

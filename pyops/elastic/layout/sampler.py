@@ -1,9 +1,10 @@
 """Sampler: every sample once an epoch, whatever the number of replicas, and when it changes in the
 middle of one.
 
-    epoch      7 2 9 0 | 4 1 8 3 | 6 5            global batch 4 of 10 samples; the last batch is what is left
-    2 replicas 7 2|9 0 | 4 1|8 3 |                resize(replicas=3)
-    3 replicas                   | 6|5|-          a replica may have nothing, but takes part in the step
+    epoch      7 2 9 0 | 4 1 8 3 | 6 5     global batch 4 of 10 samples; the last batch is what is
+                                           left
+    2 replicas 7 2|9 0 | 4 1|8 3 |         resize(replicas=3)
+    3 replicas                   | 6|5|-   a replica may have nothing, but takes part in the step
 
 The order is a function of (seed, epoch) and the cursor is how many samples are behind it, so both
 are the same on every replica and know nothing of the replicas. Nothing is left out and nothing

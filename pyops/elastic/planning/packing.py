@@ -1,9 +1,10 @@
 """pack: on how few stages the layers fit once the lower ones are frozen, how to cut them, and into
 how many micro-batches.
 
-    frozen 0    | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11 |      4 stages,  2 replicas on 8 devices
-    frozen 8    |(0 1 2 3 4 5 6 7) 8 | 9 10 11 |         2 stages,  4 replicas: no stage holds more than the fullest did
-    frozen 11   |(0 1 2 3 4 5 6 7 8 9 10) 11 |           1 stage,   8 replicas: the head alone learns
+    frozen 0    | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11 |   4 stages,  2 replicas on 8 devices
+    frozen 8    |(0 1 2 3 4 5 6 7) 8 | 9 10 11 |      2 stages,  4 replicas: no stage holds more
+                                                                 than the fullest did
+    frozen 11   |(0 1 2 3 4 5 6 7 8 9 10) 11 |        1 stage,   8 replicas: the head alone learns
 
 PipeTransformer's AutoPipe (He et al., 2021) with an exact partition in place of a greedy one. What
 is frozen is one module on the first stage. A pure function: whoever calls it with the same numbers,

@@ -1,7 +1,8 @@
 """Freeze policies: how many of a model's layers, from the bottom, have converged and need no more
 gradients.
 
-    gradient norms   0.1  0.3  0.2 | 0.7  0.9  0.8        frozen: 0, then 3; always a prefix, never fewer than before
+    gradient norms   0.1  0.3  0.2 | 0.7  0.9  0.8   frozen: 0, then 3; always a prefix, never fewer
+                                                     than before
     layer             0    1    2     3    4    5
 
 A policy knows neither model nor trainer: it is given numbers and answers with a number, when asked:

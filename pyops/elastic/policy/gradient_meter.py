@@ -1,7 +1,9 @@
 """Meter: the gradient norm of each layer, averaged over the steps since the last decision.
 
-after backward, each step:  meter.observe()         squares of each layer's gradients, added up on their device
-at a decision:              meter.take(group=...)   sqrt(mean of squares) of each layer; and begins anew
+after backward, each step:  meter.observe()         squares of each layer's gradients, added up on
+                                                    their device
+at a decision:              meter.take(group=...)   sqrt(mean of squares) of each layer; and begins
+                                                    anew
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The step of DeepSpeed's 1-bit optimizers before their switch: Adam without bias correction, decay
 inside the rate.
 
-    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        p = p - lr (m / (sqrt(v) + eps) + wd p)
+    m = beta1 m + (1 - beta1) g   v = beta2 v + (1 - beta2) g^2   p = p - lr (m / (sqrt(v) + eps) +
+                                                                  wd p)
 
 DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py. It is here so that a run may be compared with, or
 continued from, one of theirs.

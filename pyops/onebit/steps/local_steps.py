@@ -1,11 +1,11 @@
 """Steps that a rank takes alone between two messages, and what it must keep for the message that
 makes the ranks one again.
 
-    anchor x      p before the first of them, the same on all ranks
-    alone         w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)        p = p (1 - lr wd) - lr w        each rank its own
-                  s = s (1 - lr wd) + lr w        D = D (1 - lr wd)    L = L (1 - lr wd) + lr
-    message       w = the ranks' mean of s / L, compressed
-                  p = x D - L w        s = 0, D = 1, L = 0
+    anchor x   p before the first of them, the same on all ranks
+    alone      w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)       p = p (1 - lr wd) - lr w   each rank its own
+               s = s (1 - lr wd) + lr w        D = D (1 - lr wd)   L = L (1 - lr wd) + lr
+    message    w = the ranks' mean of s / L, compressed
+               p = x D - L w        s = 0, D = 1, L = 0
 
 In an interval of one step s / L is w itself, and x is p. The anchor is kept, and not found again by
 subtracting the steps, so that p has the same bits on all ranks after each message.

@@ -1,9 +1,10 @@
 """One flat fp32 tensor under a state of all parameters, so that one collective carries it whatever
 their number.
 
-parameters    | embed.weight | block.0.weight | ...          many, or one over a FlatBuffer, in several groups
-flat          | embed.weight |pad| block.0.weight |pad| ...  offsets are multiples of ALIGNMENT
-state         exp_avg = a view of the flat tensor with the parameter's shape and strides
+parameters   | embed.weight | block.0.weight | ...          many, or one over a FlatBuffer, in
+                                                            several groups
+flat         | embed.weight |pad| block.0.weight |pad| ...  offsets are multiples of ALIGNMENT
+state        exp_avg = a view of the flat tensor with the parameter's shape and strides
 """
 
 from __future__ import annotations

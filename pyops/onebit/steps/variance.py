@@ -1,11 +1,13 @@
 """The variance of 0/1 Adam before it freezes: every step of every rank counts, though few steps
 send anything exact.
 
-    each step      s = d s + (1 - d) g^2                      g: this rank's own gradient; d = min(1 - 2 / k, limit); no message
-    exact round    mean s over ranks                          2 bytes a number, by the codec of v
-                   [h | ||h||^2 per layer]                    exactly; h: g of small layers, a sketch of g of others
-                   a = a / 2 + ||mean h||^2      b = b / 2 + mean ||h||^2      per layer
-                   v = (c + q (c + 1 / ranks)) * mean s      c = a / b
+    each step     s = d s + (1 - d) g^2                      g: this rank's own gradient; d = min(1
+                                                             - 2 / k, limit); no message
+    exact round   mean s over ranks                          2 bytes a number, by the codec of v
+                  [h | ||h||^2 per layer]                    exactly; h: g of small layers, a sketch
+                                                             of g of others
+                  a = a / 2 + ||mean h||^2      b = b / 2 + mean ||h||^2      per layer
+                  v = (c + q (c + 1 / ranks)) * mean s      c = a / b
 
 The square of one rank's gradient holds the noise of that rank's batch, of which the mean over ranks
 has less: c is 1 for one rank or no noise, 1 / ranks for noise alone. And v should be of what moves

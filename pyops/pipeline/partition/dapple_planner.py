@@ -1,11 +1,14 @@
 """plan_dapple: stages, their replicas and their devices for a pipeline that flushes: the least time
 of a whole step.
 
-    F0 F0 F0 F0 . . B0 . B0 . B0 . B0 | reduce 0       the longest of all ways through a pivot Q: its stage works without a
-       F1 F1 F1 F1 B1 . B1 .  B1 . B1 | reduce 1       pause from its first forward to its last backward
+    F0 F0 F0 F0 . . B0 . B0 . B0 . B0 | reduce 0   the longest of all ways through a pivot Q: its
+                                                   stage works without a
+       F1 F1 F1 F1 B1 . B1 .  B1 . B1 | reduce 1   pause from its first forward to its last backward
 
-    step = max over Q of   warm-up F_0 + ... + F_Q, steady (M - 1) (F_Q + B_Q), end: max over s of E(s, Q)
-    E(s, Q) = B_Q + B_{Q-1} + ... + B_s + R_s for s <= Q;   R_s - (B_{Q+1} + ... + B_{s-1}) for s > Q
+    step = max over Q of   warm-up F_0 + ... + F_Q, steady (M - 1) (F_Q + B_Q), end: max over s of
+                           E(s, Q)
+    E(s, Q) = B_Q + B_{Q-1} + ... + B_s + R_s for s <= Q;   R_s - (B_{Q+1} + ... + B_{s-1}) for s >
+                                                            Q
 
 F_s, B_s: of a micro-batch, shared out over the stage's replicas; R_s: the all-reduce of its
 gradients. Between two stages is a link, whose F and B are a transfer each; it works in both

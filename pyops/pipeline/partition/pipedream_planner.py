@@ -1,8 +1,10 @@
 """plan_pipedream: stages and their replicas for a pipeline that never flushes: the slowest stage or
 link sets the pace.
 
-    level 1: devices of a machine      A_1(i, j, m): seconds a mini-batch of layers i .. j - 1 on m devices
-    level 2: machines                  A_2(i, j, m): on m machines, each working as A_1(i, j, all its devices) says
+    level 1: devices of a machine   A_1(i, j, m): seconds a mini-batch of layers i .. j - 1 on m
+                                    devices
+    level 2: machines               A_2(i, j, m): on m machines, each working as A_1(i, j, all its
+                                    devices) says
 
     A_k(i, j, m) = the least of
         T_k(i, j, m)                                                                  one stage, m replicas

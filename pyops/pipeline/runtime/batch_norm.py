@@ -2,7 +2,8 @@
 evaluation are the whole batch's.
 
     micro-batch 0   n, mean, variance --.
-    micro-batch 1   n, mean, variance --+-- n, mean, variance of all of them --> running_mean, running_var, once a step
+    micro-batch 1   n, mean, variance --+-- n, mean, variance of all of them --> running_mean,
+                    running_var, once a step
     micro-batch 2   n, mean, variance --'
 
 torch would count every micro-batch as a batch, and one that is computed again twice. Means and sums

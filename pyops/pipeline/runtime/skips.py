@@ -1,11 +1,11 @@
 """Skip connections: values that a layer puts away under a name, and a later layer takes; on
 whatever stages they are.
 
-layers    down --- down --- middle --- up --- up         skip(down, stash="a")     returns (y, a)
-           | a      | b                | b    | a        skip(up, pop="a")         is called with (x, a)
+layers    down --- down --- middle --- up --- up    skip(down, stash="a")     returns (y, a)
+           | a      | b                | b    | a   skip(up, pop="a")         is called with (x, a)
 stages   0 |    1   '--------------> 2 '    3 '
-           '--------------------------------'            from rank to rank directly, not through those between;
-                                                         the gradient comes back the same way
+           '--------------------------------'       from rank to rank directly, not through those
+                                                    between; the gradient comes back the same way
 """
 
 from __future__ import annotations

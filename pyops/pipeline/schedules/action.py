@@ -1,8 +1,10 @@
 """Action: what a rank does at one place of a schedule, written as people write it: 2F0 is stage 2's
 forward of micro-batch 0.
 
-F  forward                              R  forward again, before a backward whose activations were dropped
-B  backward: I and W in one             U  optimizer step of the stage; its number is that of the step
+F  forward                              R  forward again, before a backward whose activations were
+                                           dropped
+B  backward: I and W in one             U  optimizer step of the stage; its number is that of the
+                                           step
 I  gradient of the input, which the stage before waits for
 W  gradient of the weights, which nobody waits for
 """

@@ -1,13 +1,17 @@
 """The asynchronous schedules: no flush, so no bubble; micro-batches in flight meet different
 weights.
 
-    rank 0   0F0 0F1 0F2 0B0 0U0 0F3 0B1 0U1 0F4 ...       M micro-batches are the whole run, with one start and one end
+    rank 0   0F0 0F1 0F2 0B0 0U0 0F3 0B1 0U1 0F4 ...   M micro-batches are the whole run, with one
+                                                       start and one end
 
-    n ranks, step t          the gradient that makes w_{t+1} from w_t
-    pipedream                of f(w_1^{t-n+1}, ..., w_n^t): a micro-batch's backward meets the weights of its forward
-    pipedream, vertical      of f(w^{t-n+1}): and all ranks those that the first one had
-    pipedream_2bw            of f(w^{t-1}), over micro-batches m A .. (m + 1) A - 1 with A >= n: two versions are enough
-    pipemare                 forward with what is newest then, backward with what is newest then: one version
+    n ranks, step t       the gradient that makes w_{t+1} from w_t
+    pipedream             of f(w_1^{t-n+1}, ..., w_n^t): a micro-batch's backward meets the weights
+                          of its forward
+    pipedream, vertical   of f(w^{t-n+1}): and all ranks those that the first one had
+    pipedream_2bw         of f(w^{t-1}), over micro-batches m A .. (m + 1) A - 1 with A >= n: two
+                          versions are enough
+    pipemare              forward with what is newest then, backward with what is newest then: one
+                          version
 
 Sources: PipeDream, Narayanan et al., SOSP 2019, section 3.3; PipeDream-2BW, Narayanan et al., ICML
 2021, section 3.1; PipeMare, Yang et al., MLSys 2021, section 3.

@@ -1,7 +1,8 @@
 """The synchronous schedules: every micro-batch meets the same weights, and one optimizer step
 follows.
 
-    K ranks, M micro-batches, v stages on each rank; F, B: time of a forward and a backward, B = I + W
+    K ranks, M micro-batches, v stages on each rank; F, B: time of a forward and a backward, B = I +
+    W
     gpipe            all forwards, all backwards          (M + K - 1)(F + B)       M micro-batches of activations
     1f1b             a backward as soon as there is one   (M + K - 1)(F + B)       min(M, K - s) on rank s
     interleaved      1f1b over K v stages                 (M + (K - 1)/v)(F + B)   (2 (K - 1 - r) + (v - 1) K + 1) / v

@@ -1,8 +1,10 @@
 """The simulator: when every action and transfer of a schedule begins and ends, given how long each
 takes; bubble and memory.
 
-    rank 0   |0F0 0F1 0F2 . . 0B0 ...        an action begins when its rank is free and its values are there
-    channel  |  -0- -1- -2-                  a transfer takes the channel for bytes / bandwidth, and arrives `latency` later
+    rank 0   |0F0 0F1 0F2 . . 0B0 ...   an action begins when its rank is free and its values are
+                                        there
+    channel  |  -0- -1- -2-             a transfer takes the channel for bytes / bandwidth, and
+                                        arrives `latency` later
 
 Every resource works in one order, so times follow in one pass along the dependences: nothing is
 guessed.
@@ -32,9 +34,9 @@ class Costs:
     long as a forward. step: of the optimizer. latency: until what was sent arrives. activation:
     bytes that travel from a stage to the next, and back as a gradient; bandwidth: bytes a second,
     of each channel. kept: bytes that a micro-batch keeps at a stage between forward and backward;
-    kept_input: where it is recomputed; deferred_weight_grad: between I and W, None if as before. skipped: bytes
-    that travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a stage's weights,
-    gradients and states.
+    kept_input: where it is recomputed; deferred_weight_grad: between I and W, None if as before.
+    skipped: bytes that travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a
+    stage's weights, gradients and states.
     """
 
     forward: PerStage = 1.0

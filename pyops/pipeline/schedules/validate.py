@@ -1,10 +1,12 @@
 """What a schedule must be before it runs: complete, in order, free of deadlock, and of lawful
 weights. Linear in its length.
 
-complete     each stage has one F and one B, or one I and one W, of every micro-batch, on its own rank
+complete     each stage has one F and one B, or one I and one W, of every micro-batch, on its own
+             rank
 in order     what an action takes from its own rank stands before it there
-no deadlock  values and the orders of all ranks and channels together have no cycle: then whatever takes how long, and
-             whether or not a send waits for its receive, some rank can always go on
+no deadlock  values and the orders of all ranks and channels together have no cycle: then whatever
+             takes how long, and whether or not a send waits for its receive, some rank can always
+             go on
 weights      versions that backward meets are those that the schedule's rule promises
 """
 

@@ -1,7 +1,8 @@
 """What a run measured: a JSON line per step, TensorBoard, the loss curve as a picture, and the
 memory in use.
 
-    {"step": 120, "loss": 2.31, "lr": 0.001, "grad_norm": 0.7, "tokens_per_s": 5200.0, "memory_gib": 0.6, ...}
+    {"step": 120, "loss": 2.31, "lr": 0.001, "grad_norm": 0.7, "tokens_per_s": 5200.0, "memory_gib":
+    0.6, ...}
 
 Losses are in nats per byte. `validation_loss` is there in the steps in which it was measured.
 """

@@ -1,6 +1,7 @@
 """Bytes that a rank sends, step by step, beside those of an fp32 all-reduce of the same gradients.
 
-{"bytes_sent": 236_000, "compression": 30.8}      compression: over the last `window` steps, for schedules that skip some
+{"bytes_sent": 236_000, "compression": 30.8}   compression: over the last `window` steps, for
+                                               schedules that skip some
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A configuration for the ranks at hand: with [parallel] adapt they may be any number, and come and
 go.
 
-torchrun loses a node    all processes end, and are started again, fewer than before
-adapted                  tp, pp and dp for these; whom there is no use for waits outside of the process group
-folder.continues         the run goes on from its newest checkpoint, without being told to
+torchrun loses a node   all processes end, and are started again, fewer than before
+adapted                 tp, pp and dp for these; whom there is no use for waits outside of the
+                        process group
+folder.continues        the run goes on from its newest checkpoint, without being told to
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Data parallelism and the optimizer, as a configuration says.
 
-adamw, sgd, lamb, ...          DataParallel reduces gradients (through [communication] codec, if any) -> optimizer
-onebit_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates momenta (zero_one_adam: always)
-[zero] stage    ZeroOptimizer reduces gradients to their owners, steps their parts, and gathers parameters
+adamw, sgd, lamb, ...          DataParallel reduces gradients (through [communication] codec, if
+                               any) -> optimizer
+onebit_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates
+                momenta (zero_one_adam: always)
+[zero] stage    ZeroOptimizer reduces gradients to their owners, steps their parts, and gathers
+                parameters
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 any layout reads any other.
 
     "optimizer":      {"head.weight": {"exp_avg": tensor [V, D], "exp_avg_sq": ..., "step": 7}, ...}
-    "communication":  {"gradients": errors of DataParallel's codec, "optimizer": a one-bit optimizer's phase, errors}
+    "communication":  {"gradients": errors of DataParallel's codec, "optimizer": a one-bit
+                      optimizer's phase, errors}
 
 Errors are shards, a row per rank; a run on another number of ranks shares them out.
 """

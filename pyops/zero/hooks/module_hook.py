@@ -14,7 +14,8 @@ class ModuleHook:
     `copy.deepcopy` copies hooks, too.
 
     Args:
-        call: the hook, as `torch.nn.Module.register_forward_hook` and its relatives call it; None does nothing.
+        call: the hook, as `torch.nn.Module.register_forward_hook` and its relatives call it; None
+        does nothing.
     """
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:

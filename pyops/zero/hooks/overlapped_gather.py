@@ -1,9 +1,11 @@
 """Parameters that are still on their way from their owners when step() returns: gathered while the
 next forward computes.
 
-    step()     own chunks written | gathers of all buckets start, those that forward needs first in front
-    forward    | the model's own | block 0       | block 1       | block 2
-    gathers    | a |  b  |  c  |  d  |  e |          each unit waits for its own buckets; most are there before their turn
+    step()    own chunks written | gathers of all buckets start, those that forward needs first in
+              front
+    forward   | the model's own | block 0       | block 1       | block 2
+    gathers   | a |  b  |  c  |  d  |  e |          each unit waits for its own buckets; most are
+                                                    there before their turn
 
 A unit is what stage 3 gathers together: a block of a ModuleList or Sequential. What is in no unit
 is waited for when the model is called.

@@ -1,8 +1,9 @@
 """Parameters between their uses at stage 3: what touches values that are not there gets them, or an
 error with the fix.
 
-    while its unit computes    p is what it was: an nn.Parameter over the gathered memory
-    between two uses           p's class is a subclass whose operations first call `touched(p)`, which gathers or raises
+    while its unit computes   p is what it was: an nn.Parameter over the gathered memory
+    between two uses          p's class is a subclass whose operations first call `touched(p)`,
+                              which gathers or raises
 
 The object stays the same, so autograd, optimizers and modules know it still; only its class
 changes, as torch.nn's own UninitializedParameter changes its class when it is given memory. Shape,

@@ -1,8 +1,9 @@
 """What a program finds in `.grad` between backward and step, and what it may have done to it.
 
-backward ends       every parameter's .grad is its ReducedGradient
-.grad is None       somebody forgot it, model.zero_grad() say: it counts no more
-.grad is another    somebody put it there, and no backward will reduce it: the step is refused, on all ranks
+backward ends      every parameter's .grad is its ReducedGradient
+.grad is None      somebody forgot it, model.zero_grad() say: it counts no more
+.grad is another   somebody put it there, and no backward will reduce it: the step is refused, on
+                   all ranks
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """What `.grad` of a parameter is after backward: the gradient of all ranks, of which this one has a
 part.
 
-    p.grad                                  ReducedGradient: shape and dtype of the whole, elements in this rank's chunk
-    torch.nn.utils.clip_grad_norm_          norms of all parameters at the first one asked for, by one small all-reduce;
+    p.grad                                  ReducedGradient: shape and dtype of the whole, elements
+                                            in this rank's chunk
+    torch.nn.utils.clip_grad_norm_          norms of all parameters at the first one asked for, by
+                                            one small all-reduce;
     torch.nn.utils.clip_grad_value_         what goes element by element changes each rank's part
     GradScaler.unscale_                     what one rank finds, all are told
     anything that needs other ranks' parts  RuntimeError, with what to do instead

@@ -1,11 +1,11 @@
 """When the parameters of a unit are whole: gathered just before use, the next unit's meanwhile, and
 let go of afterwards.
 
-    forward     gather 0 | 0        | 1        | 2        | 3        |          backward begins with 3, so 3 is kept
-                         | gather 1 | gather 2 | gather 3 |
-    backward             | 3        | 2        | 1        | 0        |
-                         | gather 2 | gather 1 | gather 0 |
-                                    | reduce 3 | reduce 2 | reduce 1 | reduce 0
+    forward    gather 0 | 0        | 1        | 2        | 3        |          backward begins with 3, so 3 is kept
+                        | gather 1 | gather 2 | gather 3 |
+    backward            | 3        | 2        | 1        | 0        |
+                        | gather 2 | gather 1 | gather 0 |
+                                   | reduce 3 | reduce 2 | reduce 1 | reduce 0
 
 What comes next is what came next the last time. If it is another unit, that one is gathered when it
 is needed: an order that changes costs time and never changes a result. All ranks must run the same

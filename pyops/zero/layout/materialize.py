@@ -2,7 +2,8 @@
 model at a time.
 
     with torch.device("meta"): model = GPT(...)        no memory at all
-    part by part: memory -> first values -> rank 0's values -> each rank keeps its chunk -> memory of the part is free again
+    part by part: memory -> first values -> rank 0's values -> each rank keeps its chunk -> memory
+    of the part is free again
 
 So a model need not fit into one process, as long as each of its parts does.
 """

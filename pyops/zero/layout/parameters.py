@@ -1,8 +1,9 @@
 """Parameters of one dtype and device in one buffer, whole on every rank, of which each rank owns a
 part.
 
-    data     | head | pad | block 3 | ... | embedding | pad |        the parameters are views of it
-               ^^^^               ^^^^^^^                            this rank's chunks of the buckets: views of it too
+    data   | head | pad | block 3 | ... | embedding | pad |   the parameters are views of it
+             ^^^^               ^^^^^^^                       this rank's chunks of the buckets:
+                                                              views of it too
 
 A step writes the chunks; an all-gather in place then brings the other ranks' chunks.
 """

@@ -1,12 +1,16 @@
 """How parameters and gradients travel: as they are, or as ZeRO++ has it, in few bits and within a
 small group.
 
-    gather_codec        forward, backward:   shard --int8--> all ranks      twice less than 16 bits, four times less than 32
-    secondary_group     forward:  shard --> all ranks, of which each keeps the part that is its own in the small group
-                        backward, and forwards before the next step:  that part --> the ranks of the small group
-    reduce_codec        backward: gradient --int8--> the owner of each part, who sums in float32, in the order of the ranks
+    gather_codec      forward, backward:   shard --int8--> all ranks      twice less than 16 bits, four times less than 32
+    secondary_group   forward:  shard --> all ranks, of which each keeps the part that is its own in
+                                the small group
+                      backward, and forwards before the next step:  that part --> the ranks of the
+                                                                    small group
+    reduce_codec      backward: gradient --int8--> the owner of each part, who sums in float32, in
+                      the order of the ranks
 
-    nodes of two ranks    | 0  1 | 2  3 |        secondary_group of 0 and 1: their own links carry what backward gathers
+    nodes of two ranks   | 0  1 | 2  3 |   secondary_group of 0 and 1: their own links carry what
+                                           backward gathers
 
 Wang et al., ZeRO++, arXiv:2306.10209: qwZ, hpZ and qgZ (with one quantisation on the way, not two).
 """

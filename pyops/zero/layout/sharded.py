@@ -1,9 +1,12 @@
 """Parameters of one unit of the model, of which each rank keeps a chunk; they are whole only while
 the unit computes.
 
-    shard   | this rank's chunk |                               what the optimizer steps: always there, or in a file (stored.py)
-    data    | chunk 0 | chunk 1 | chunk 2 |                     gathered before use, its memory given back after it
-    kept    | its part in a small group |                       with secondary_group=, from the first gather to the step
+    shard   | this rank's chunk |                               what the optimizer steps: always
+                                                                there, or in a file (stored.py)
+    data    | chunk 0 | chunk 1 | chunk 2 |                     gathered before use, its memory
+                                                                given back after it
+    kept    | its part in a small group |                       with secondary_group=, from the
+                                                                first gather to the step
               the parameters are views of it, whether there is memory behind or not
 
 A view that autograd has saved in forward points to the same storage in backward, so gathering again

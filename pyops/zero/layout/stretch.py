@@ -1,8 +1,9 @@
 """Stretch: which elements of a parameter a rank has, as checkpoints name them, and how they are
 found in a state.
 
-without tensor parallelism    elements [start, stop) of the flattened parameter: one range
-with it                       elements [start, stop) of this rank's flattened part of it: boxes of the whole parameter
+without tensor parallelism   elements [start, stop) of the flattened parameter: one range
+with it                      elements [start, stop) of this rank's flattened part of it: boxes of
+                             the whole parameter
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ lists of blocks.
 model.embedding   |                           |
 model.blocks      | block 0 | block 1 | ...   |    each a unit
 model.norm        |                           |
-                    the rest, and what blocks share with anybody, is the root unit: whole from forward to backward's end
+                    the rest, and what blocks share with anybody, is the root unit: whole from
+                    forward to backward's end
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """State by parameter name, each rank's part as a range of the flattened tensor: any stage and
 number of ranks reads any.
 
-    {"state": {"head.weight": {"exp_avg": Shard([V, D], from element 98304, tensor [98304]), "step": Shard([], tensor [])},
+    {"state": {"head.weight": {"exp_avg": Shard([V, D], from element 98304, tensor [98304]), "step":
+    Shard([], tensor [])},
                ...},
      "param_groups": [{"lr": 1e-3, ..., "params": ["head.weight", ...]}, ...]}
 

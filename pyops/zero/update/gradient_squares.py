@@ -1,7 +1,8 @@
 """How large the gradient of each parameter is, put together from what the ranks own of it.
 
-rank 0 owns   w[:6] b[:0]    12.5   0.0 --.
-rank 1 owns   w[6:] b[:3]     3.5   2.0 --+-- w 16.0   b 2.0      one sum over the ranks, one number for a parameter
+rank 0 owns   w[:6] b[:0]   12.5   0.0 --.
+rank 1 owns   w[6:] b[:3]    3.5   2.0 --+-- w 16.0   b 2.0   one sum over the ranks, one number for
+                                                              a parameter
 """
 
 from __future__ import annotations

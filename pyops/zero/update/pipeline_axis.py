@@ -1,8 +1,11 @@
 """A third axis: ranks that hold other layers of the model, the stages of a pipeline.
 
-pp  0    embedding, block 0        norms, and whether to step at all, over all stages in one small message;
-    1    block 1, block 2          the gradient of a parameter that several stages hold, such as a head that is tied
-    2    block 3, head             to the embedding, is the sum of theirs: each sends the others its part of it
+pp  0   embedding, block 0   norms, and whether to step at all, over all stages in one small
+                             message;
+    1   block 1, block 2     the gradient of a parameter that several stages hold, such as a head
+                             that is tied
+    2   block 3, head        to the embedding, is the sum of theirs: each sends the others its part
+                             of it
 """
 
 from __future__ import annotations

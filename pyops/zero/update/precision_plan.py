@@ -2,7 +2,8 @@
 gradients need one.
 
 ZeroOptimizer(model, AdamW, ZeroConfig(stage=2, precision="fp16"))     model.to(float16), float32 masters, LossScale()
-optimizer.scale(loss).backward(); optimizer.step()         an inf anywhere: no rank steps, the scale falls
+optimizer.scale(loss).backward(); optimizer.step()         an inf anywhere: no rank steps, the scale
+                                                           falls
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The other axis: ranks that share parameters out among them, each with its own data-parallel
 group.
 
-           tp ->   0        1
-dp  0           [W left] [W right]      reduce-scatter and all-gather down a column, as without tensor parallelism;
-    1           [W left] [W right]      norms and partial gradients along a row, in one message each
+        tp ->   0        1
+dp  0        [W left] [W right]   reduce-scatter and all-gather down a column, as without tensor
+                                  parallelism;
+    1        [W left] [W right]   norms and partial gradients along a row, in one message each
 """
 
 from __future__ import annotations
