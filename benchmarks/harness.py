@@ -32,8 +32,8 @@ from benchmarks import machine
 from benchmarks.verdicts import verdicts
 
 __all__ = [
-    "Alone", "Case", "FailedCases", "Ranks", "Row", "append_rows", "format_row", "keep_row", "measure", "quantiles",
-    "run_cases",
+    "Alone", "Case", "FailedCases", "Ranks", "Row", "append_rows", "format_row", "keep_row",
+    "measure", "quantiles", "run_cases",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -11,15 +11,17 @@ from typing import Any
 __all__ = ["ODD", "Change", "damage", "places", "set_place"]
 
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, 2, 3, -1, -7, 4096, 2**31, 2**32 + 1, 2**53 + 1, 2**62, 2**63, -(2**63), 2**64, 10**30, 10**400,
-    0.0, -0.0, 0.5, -1.5, 1e-30, 1e30, 1e308, float("nan"), float("inf"), float("-inf"),
-    "", " ", "0", "1", "x", "none", "é", "日本", "\ud800", "\u0000", "../x", "a" * 5000,
-    [], [1], [[]], ["x", 2], {}, {"x": 1}, {"$tensor": "x"}, {"$shards": {}}, {"$tuple": 3}, {"$pairs": [1]},
+    None, True, False, 0, 1, 2, 3, -1, -7, 4096, 2**31, 2**32 + 1, 2**53 + 1, 2**62, 2**63,
+    -(2**63), 2**64, 10**30, 10**400, 0.0, -0.0, 0.5, -1.5, 1e-30, 1e30, 1e308, float("nan"),
+    float("inf"), float("-inf"), "", " ", "0", "1", "x", "none", "é", "日本", "\ud800", "\u0000",
+    "../x", "a" * 5000, [], [1], [[]], ["x", 2], {}, {"x": 1}, {"$tensor": "x"}, {"$shards": {}},
+    {"$tuple": 3}, {"$pairs": [1]},
 )  # fmt: skip
 
 
 WAYS = (
-    "bit", "bits", "head", "cut", "grow", "empty", "noise", "zeros", "gone", "folder", "swap", "link", "broken link",
+    "bit", "bits", "head", "cut", "grow", "empty", "noise", "zeros", "gone", "folder", "swap",
+    "link", "broken link",
 )  # fmt: skip
 
 

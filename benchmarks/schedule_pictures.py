@@ -16,7 +16,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 RANKS, MICROBATCHES = 4, 8
 OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
     ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "b"}), ("interleaved", {"v": 2}), ("zb1p", {}),
-    ("interleaved_zb", {"v": 2}), ("zbv", {}), ("pipedream", {}), ("pipedream_2bw", {}), ("pipemare", {"warmup": "b"}),
+    ("interleaved_zb", {"v": 2}), ("zbv", {}), ("pipedream", {}), ("pipedream_2bw", {}),
+    ("pipemare", {"warmup": "b"}),
 )  # fmt: skip
 
 

@@ -48,15 +48,12 @@ SPECIAL = 2  # the token that stands first, and that of masked places: the vocab
 
 # name: files and folders below the library's folder, of every Python from 3.10 on
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "asyncio": ("asyncio/",),
-    "email": ("email/",),
+    "asyncio": ("asyncio/",), "email": ("email/",),
     "importlib": ("importlib/", "zipimport.py", "pkgutil.py", "runpy.py"),
     "multiprocessing": ("multiprocessing/", "concurrent/", "subprocess.py"),
-    "text": ("json/", "re.py", "re/", "csv.py", "configparser.py", "textwrap.py", "string.py", "difflib.py", "shlex.py",
-             "tokenize.py", "gettext.py", "argparse.py", "optparse.py"),
+    "text": ("json/", "re.py", "re/", "csv.py", "configparser.py", "textwrap.py", "string.py", "difflib.py", "shlex.py", "tokenize.py", "gettext.py", "argparse.py", "optparse.py"),
     "unittest": ("unittest/", "doctest.py"),
-    "web": ("http/", "urllib/", "html/", "wsgiref/", "xmlrpc/"),
-    "xml": ("xml/",),
+    "web": ("http/", "urllib/", "html/", "wsgiref/", "xmlrpc/"), "xml": ("xml/",),
 }  # fmt: skip
 
 

@@ -205,10 +205,11 @@ def _refused(rank: int, group: Any, case: str) -> tuple[str, bool]:
 
 
 REFUSED = {
-    "stage": "stage is 4", "stages differ": "stage is 2 on rank 0, 1 on rank 1", "lr differs": "optimizer_arguments is",
-    "model differs": "models differ", "class": "optimizer is AdamW", "bucket": "bucket_bytes is 0",
-    "norm": "max_grad_norm is -1.0", "strange parameter": "no parameter of the model", "twice": "appears twice",
-    "inner": "betas", "unknown": "momentun", "frozen": "no parameter requires a gradient",
+    "stage": "stage is 4", "stages differ": "stage is 2 on rank 0, 1 on rank 1",
+    "lr differs": "optimizer_arguments is", "model differs": "models differ",
+    "class": "optimizer is AdamW", "bucket": "bucket_bytes is 0", "norm": "max_grad_norm is -1.0",
+    "strange parameter": "no parameter of the model", "twice": "appears twice", "inner": "betas",
+    "unknown": "momentun", "frozen": "no parameter requires a gradient",
     "adafactor": "optimizer is torch.optim.Adafactor", "offloaded adafactor": "Adafactor",
     "communicates": "communicates by itself",
 }  # fmt: skip

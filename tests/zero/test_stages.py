@@ -116,10 +116,12 @@ def test_stages_give_the_same_bits(world):
 
 
 OPTIMIZERS = [
-    ("AdamW", OPTIONS), ("Adam", {"lr": 1e-2, "amsgrad": True}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    ("Lion", {"lr": 1e-3}), ("Adagrad", {"lr": 1e-2}), ("LAMB", {"lr": 1e-2}), ("LARS", {"lr": 1.0}),
-    ("Adafactor", {"lr": 0.1, "weight_decay": 0.1, "d": 1.1}), ("torch.SGD", {"lr": 0.2}), ("torch.RMSprop", {"lr": 1e-3}),
-    ("torch.NAdam", {"lr": 1e-3}), ("torch.AdamW", {"lr": 1e-3, "fused": True}),
+    ("AdamW", OPTIONS), ("Adam", {"lr": 1e-2, "amsgrad": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}), ("Lion", {"lr": 1e-3}),
+    ("Adagrad", {"lr": 1e-2}), ("LAMB", {"lr": 1e-2}), ("LARS", {"lr": 1.0}),
+    ("Adafactor", {"lr": 0.1, "weight_decay": 0.1, "d": 1.1}), ("torch.SGD", {"lr": 0.2}),
+    ("torch.RMSprop", {"lr": 1e-3}), ("torch.NAdam", {"lr": 1e-3}),
+    ("torch.AdamW", {"lr": 1e-3, "fused": True}),
 ]  # fmt: skip
 
 

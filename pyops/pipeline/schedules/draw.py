@@ -25,8 +25,8 @@ COLOURS = {
     "U": "#7a5aa6",
 }
 MEANINGS = {
-    "F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights", "R": "forward again",
-    "U": "optimizer step",
+    "F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights",
+    "R": "forward again", "U": "optimizer step",
 }  # fmt: skip
 CHANNELS = {"F": "activations", "B": "gradients", "FS": "skips", "BS": "gradients of skips"}
 LARGEST = 4000  # boxes that a picture can still show

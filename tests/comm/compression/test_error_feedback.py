@@ -19,8 +19,8 @@ from pyops.comm.compression.one_bit import OneBit
 from pyops.flat import FlatLayout, Shard
 
 CODECS: list[Codec] = [
-    OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None), Int8(), FP8(), FP8(format="e5m2"), BF16(),
-    Int8(block=64, stochastic_rounding=True),
+    OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None), Int8(), FP8(),
+    FP8(format="e5m2"), BF16(), Int8(block=64, stochastic_rounding=True),
 ]  # fmt: skip
 LAYOUT = FlatLayout.plan([("head", (7, 30)), ("bias", (5,)), ("body", (41, 10))])
 

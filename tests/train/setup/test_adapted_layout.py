@@ -54,8 +54,8 @@ def check_tp(model: GPTConfig, tp: int) -> None:
 
 CASES = [
     {}, {"micro_batch": 2}, {"batch": 12, "pp": 2, "num_microbatches": 3, "recompute": "always"},
-    {"tp": 2, "zero": 3}, {"pp": 2, "zero": 1},
-    {"pp": 2, "schedule": "zbv"}, {"pp": 2, "schedule": "interleaved", "v": 2}, {"optimizer": "lamb", "pp": 2},
+    {"tp": 2, "zero": 3}, {"pp": 2, "zero": 1}, {"pp": 2, "schedule": "zbv"},
+    {"pp": 2, "schedule": "interleaved", "v": 2}, {"optimizer": "lamb", "pp": 2},
     {"optimizer": "onebit_adam"}, {"compile": True, "tp": 2}, {"dp": 2, "tp": 2},
     {"model": dataclasses.replace(MODEL, num_kv_heads=1), "tp": 4},
 ]  # fmt: skip

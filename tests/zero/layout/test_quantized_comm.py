@@ -316,9 +316,11 @@ def _refused(rank: int, group: Any, case: str) -> str:
 
 
 REFUSED = {
-    "stage": "gather_codec has no meaning at stage 2", "stage 0": "reduce_codec has no meaning at stage 0",
-    "class": "gather_codec is <class", "onebit": "reduce_codec is OneBit", "random": "rounds at random",
-    "differ": "reduce_codec is Int8(block=256", "small group of stage 2": "secondary_group has no meaning at stage 2",
+    "stage": "gather_codec has no meaning at stage 2",
+    "stage 0": "reduce_codec has no meaning at stage 0", "class": "gather_codec is <class",
+    "onebit": "reduce_codec is OneBit", "random": "rounds at random",
+    "differ": "reduce_codec is Int8(block=256",
+    "small group of stage 2": "secondary_group has no meaning at stage 2",
     "no group": "secondary_group is 2", "one has none": "must divide the ranks",
 }  # fmt: skip
 

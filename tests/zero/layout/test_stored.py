@@ -76,8 +76,8 @@ def _train(
 
 
 CASES: list[tuple[int, dict[str, Any], str, bool]] = [
-    (1, {}, "AdamW", False), (2, {"overlap_grad_reduce": False}, "AdamW", False), (3, {"whole_below": 20}, "torch.AdamW", False),
-    (2, {"gather_codec": Int8()}, "AdamW", True),
+    (1, {}, "AdamW", False), (2, {"overlap_grad_reduce": False}, "AdamW", False),
+    (3, {"whole_below": 20}, "torch.AdamW", False), (2, {"gather_codec": Int8()}, "AdamW", True),
 ]  # fmt: skip
 
 

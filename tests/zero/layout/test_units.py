@@ -82,7 +82,8 @@ def _run(rank: int, group: Any, stage: int, zero: dict[str, Any]) -> dict[str, T
 
 
 ZEROS = [
-    {}, {"overlap_grad_reduce": False}, {"whole_below": 20}, {"whole_below": 1 << 20}, {"units": lambda name, module: False},
+    {}, {"overlap_grad_reduce": False}, {"whole_below": 20}, {"whole_below": 1 << 20},
+    {"units": lambda name, module: False},
     {"units": lambda name, module: isinstance(module, nn.Linear)},
 ]  # fmt: skip
 
