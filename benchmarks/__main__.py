@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             machine.matmul_flops(options.device) / 1e12,
         )
         print(
-            f"roofs of this process: a copy {copy:.0f} GB/s, a matrix product {product:.0f} TFLOP/s",
+            f"roofs of this process: a copy {copy:.0f} GB/s, "
+            f"a matrix product {product:.0f} TFLOP/s",
             flush=True,
         )
         torch.cuda.empty_cache()

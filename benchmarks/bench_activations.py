@@ -1,8 +1,8 @@
 """What a transformer layer keeps for backward, counted, beside the formulas: alone, shared by
 ranks, and recomputed.
 
-    bytes per layer, 16-bit   s b h ( 8 + 24 / t + 4 a s / (h t) ) + 16 s b + s^2     shared by t ranks
-                                                                                    sequence parallel: 1 / t
+    bytes per layer, 16-bit   s b h ( 8 + 24 / t + 4 a s / (h t) ) + 16 s b + s^2
+                              shared by t ranks; with sequence parallelism all of it over t
     Megatron                  s b h (10 + 24 / t + 5 a s / (h t) )                  34 where t = 1
 
 A layer is a block of pyops.models.GPT in bfloat16, of a heads, with dropout; what autograd saves is
@@ -81,7 +81,8 @@ SCHEMES: dict[str, Scheme] = {
         sequence_parallel=True,
     ),
     "no dropout of attention": Scheme(
-        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + 4 * z.a * z.s * z.b / t + _rest(z), None, attention_dropout=False,
+        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + 4 * z.a * z.s * z.b / t + _rest(z), None,
+        attention_dropout=False,
     ),
     "core of attention recomputed": Scheme(
         lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _rest(z),
@@ -89,7 +90,8 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "core of attention recomputed, sequence parallel": Scheme(
         lambda z, t: (32 * z.s * z.b * z.h + _rest(z)) / t,
-        lambda z, t: 34 * z.s * z.b * z.h / t, sequence_parallel=True, recomputed=("attention.core",),
+        lambda z, t: 34 * z.s * z.b * z.h / t,
+        sequence_parallel=True, recomputed=("attention.core",),
     ),
     "attention and MLP recomputed": Scheme(
         lambda z, t: 8 * z.s * z.b * z.h + _rest(z), None, recomputed=("attention", "mlp"),
@@ -98,10 +100,12 @@ SCHEMES: dict[str, Scheme] = {
         lambda z, t: 2 * z.s * z.b * z.h, lambda z, t: 2 * z.s * z.b * z.h, recomputed=("",),
     ),
     "block recomputed, sequence parallel": Scheme(
-        lambda z, t: 2 * z.s * z.b * z.h / t, lambda z, t: 2 * z.s * z.b * z.h / t, sequence_parallel=True, recomputed=("",),
+        lambda z, t: 2 * z.s * z.b * z.h / t, lambda z, t: 2 * z.s * z.b * z.h / t,
+        sequence_parallel=True, recomputed=("",),
     ),
     "block recomputed, inputs split over ranks": Scheme(
-        lambda z, t: 2 * z.s * z.b * z.h / t, lambda z, t: 2 * z.s * z.b * z.h / t, recomputed=("",), partitioned=True,
+        lambda z, t: 2 * z.s * z.b * z.h / t, lambda z, t: 2 * z.s * z.b * z.h / t,
+        recomputed=("",), partitioned=True,
     ),
 }  # fmt: skip
 

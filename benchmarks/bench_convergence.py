@@ -1,8 +1,8 @@
 """Validation losses of finished `pyops train` runs beside AdamW's of the same length, data and
 seeds: a row per optimizer.
 
-    python -m benchmarks.bench_convergence --train onebit_adam zero_one_adam   trains what is missing (hours), then reads
-    python -m benchmarks convergence                                           reads runs/convergence/*, writes rows
+    python -m benchmarks.bench_convergence --train onebit_adam   trains what is missing, for hours
+    python -m benchmarks convergence          reads runs/convergence/*, writes rows
 
 A run is a folder with config.json and metrics.jsonl; what it is called does not matter. Runs on a
 text or a model of another size are not compared.

@@ -163,7 +163,8 @@ for _ in range(4):
     seconds.append(time.perf_counter() - start)
 moved = all(bool((p.detach() != 1).any()) for p in params)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-print(json.dumps({"seconds": seconds, "moved": moved, "peak": peak, "state_bytes": offloaded.nbytes}))
+figures = {"seconds": seconds, "moved": moved, "peak": peak, "state_bytes": offloaded.nbytes}
+print(json.dumps(figures))
 """
 
 

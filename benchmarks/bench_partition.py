@@ -40,9 +40,21 @@ def noisy(costs: Sequence[float], noise: float = 0.02) -> Callable[[random.Rando
 CASES: tuple[tuple[str, int, Callable[[random.Random], Costs]], ...] = (
     ("24 identical layers measured to 2 %, 4 stages", 4, noisy([1.0] * 24)),
     ("24 identical layers measured to 2 %, 8 stages", 8, noisy([1.0] * 24)),
-    ("24 layers of 1 to 100, 8 stages", 8, lambda draw: [float(draw.randint(1, 100)) for _ in range(24)]),
-    ("24 layers, log-normal, 8 stages", 8, lambda draw: [draw.lognormvariate(0, 1) for _ in range(24)]),
-    ("embedding, 12 times attention 1 and MLP 2, head 3; 8 stages", 8, noisy([0.5, *([1.0, 2.0] * 12), 3.0])),
+    (
+        "24 layers of 1 to 100, 8 stages",
+        8,
+        lambda draw: [float(draw.randint(1, 100)) for _ in range(24)],
+    ),
+    (
+        "24 layers, log-normal, 8 stages",
+        8,
+        lambda draw: [draw.lognormvariate(0, 1) for _ in range(24)],
+    ),
+    (
+        "embedding, 12 times attention 1 and MLP 2, head 3; 8 stages",
+        8,
+        noisy([0.5, *([1.0, 2.0] * 12), 3.0]),
+    ),
 )  # fmt: skip
 
 

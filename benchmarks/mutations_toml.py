@@ -96,7 +96,8 @@ def _whole(tree: dict[str, Any]) -> str:
 
 
 def _tables(config: Any) -> dict[str, Any]:
-    """A configuration as its file would have it: tuples are lists, and no option of Python alone."""
+    """A configuration as its file would have it: tuples are lists, options of Python alone are
+    left out."""
     tree: dict[str, Any] = {}
     for each in fields(config):
         if each.metadata.get("toml", True):

@@ -55,7 +55,8 @@ GPT: Sections = {
 }
 VIT: Sections = {
     "task": {"kind": "digits", "num_epochs": 4},
-    "vit": {"image_size": 8, "num_channels": 1, "patch_size": 4, "num_labels": 10, "num_layers": 4, "num_heads": 2,
+    "vit": {"image_size": 8, "num_channels": 1, "patch_size": 4, "num_labels": 10,
+            "num_layers": 4, "num_heads": 2,
             "dim": 16, "dropout": 0.1},
     "elastic": {"freeze": "bound", "alpha": 0.4, "cache": "off"},
     "optimizer": {"lr": 1e-2, "warmup_steps": 3, "eps": 1e-3},

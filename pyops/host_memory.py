@@ -1,8 +1,9 @@
 """How much host memory this process may use: of the machine, and of the control groups that limit a
 container or a job.
 
-/proc/meminfo                   MemAvailable, MemTotal                      of the machine
-/sys/fs/cgroup/job/memory.max   less memory.current, but for cached files   of each group up to the root; also version 1
+/proc/meminfo                   MemAvailable and MemTotal of the machine
+/sys/fs/cgroup/job/memory.max   less memory.current, but for cached files, of each group up to the
+                                root; also those of version 1
 """
 
 from __future__ import annotations

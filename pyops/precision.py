@@ -1,9 +1,9 @@
 """Numbers of 16 bits: which dtype the model has, and one dynamic loss scale that serves every way
 of training.
 
-    loss * scale -> backward -> gradients * scale -> inf or nan on any rank?  no: unscale, step    yes: change nothing
-                      scale  <-------------------- doubled after `window` good steps; halved once
-                             `hysteresis` is used up
+    loss * scale -> backward -> gradients * scale -> inf or nan on any rank?  no:  unscale, step
+                                                                              yes: change nothing
+    scale: doubled after `window` good steps; halved once `hysteresis` is used up
 
     65536 65536 32768 32768 ...    hysteresis 2: the first overflow is forgiven, the second halves
      inf   inf   ok    ok

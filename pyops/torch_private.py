@@ -85,7 +85,8 @@ def preserve_version_counter(tensors: Sequence[Tensor]) -> Any:
 
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]] | None:
-    """The hooks of `register_hook`, themselves: what is taken out is not called. None: never any."""
+    """The hooks of `register_hook`, themselves: what is taken out is not called. None: it never had
+    any."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._backward_hooks
     return hooks
 

@@ -1,8 +1,8 @@
 """Saving while training goes on: the state is copied, and a thread writes the copy.
 
-    training   ...| save: agree, copy |  step  |  step  |  step  | save: wait for the last, agree, copy | ...
-    rank 0                            |  write own files  |  others done?  manifest, rename |
-    rank r                            |  write own files, done-r.json |
+    training ...| save: agree, copy | step | step | step | save: wait for the last, agree, copy |
+    rank 0                          | write own files | others done?  manifest, rename |
+    rank r                          | write own files, done-r.json |
 
 The threads don't communicate: collectives of theirs could meet those of training in another order
 on another rank. Each leaves a note beside its files, and rank 0's reads the notes. What went wrong

@@ -1,9 +1,10 @@
 """Weights between checkpoints and single safetensors files, as Hugging Face's tools read and write
 them.
 
-export_weights   runs/gpt/checkpoints/step-00000200/  ->  model.safetensors {"blocks.0.attn.weight":
-                                                          ...}, a tensor at a time
-import_weights   model.safetensors, or a folder with model.safetensors[.index.json]  ->  a checkpoint {"model": {...}}
+export_weights   a checkpoint's folder  ->  model.safetensors {"blocks.0.attn.weight": ...}, a
+                 tensor at a time
+import_weights   model.safetensors, or a folder with model.safetensors[.index.json]  ->  a
+                 checkpoint {"model": {...}}
 """
 
 from __future__ import annotations

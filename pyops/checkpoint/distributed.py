@@ -1,9 +1,11 @@
 """Beside torch's own distributed checkpoints: DTensors as shards, and our folders read by
 torch.distributed.checkpoint.
 
-    save(folder, {"model": as_shards(model.state_dict())})                          FSDP2's DTensors, written by us
-    load(folder, into={"model": as_shards(model.state_dict())})                     and filled by us
-    dcp.load({"model": model.state_dict()}, storage_reader=StorageReader(folder))   or filled by torch, of any layout
+    state = {"model": as_shards(model.state_dict())}
+    save(folder, state)                              FSDP2's DTensors, written by pyops
+    load(folder, into=state)                         and filled by pyops
+    dcp.load({"model": model.state_dict()}, storage_reader=StorageReader(folder))
+                                                     or filled by torch, of any layout
 
 A range of a flattened tensor, as optimizers with states over ranks hold it, has no placement among
 torch's, so states are not offered as DTensors; torch asks a reader for boxes, and any box can be

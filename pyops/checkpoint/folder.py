@@ -1,6 +1,7 @@
 """Checkpoints on the disk: one folder each, whole or not there, and the newest few of a run.
 
-run/checkpoints/ step-00000100/   shared.safetensors  shards-00000.safetensors  own-00000.safetensors ...  manifest.json
+run/checkpoints/ step-00000100/       shared.safetensors, shards-00000.safetensors,
+                                      own-00000.safetensors, ..., manifest.json
                  step-00000200/
                  step-00000300.tmp/   being written, or left by a process that was killed
 """

@@ -1,9 +1,11 @@
 """Saving in three parts: agree on what will be written, write one's own files, make of all ranks'
 files a checkpoint.
 
-    prepare   all ranks: what do you hold? -> rank 0: mkdir step-7.tmp                    a mistake raises here
-    write     rank 0: shared.safetensors   rank r: own-r.safetensors shards-r.safetensors   no communication
-    commit    rank 0: manifest.json, fsync, rename step-7.tmp -> step-7                     killed before: the old one is whole
+    prepare   all ranks: what do you hold? -> rank 0: mkdir step-7.tmp       a mistake raises here
+    write     rank 0: shared.safetensors
+              rank r: own-r.safetensors, shards-r.safetensors                no communication
+    commit    rank 0: manifest.json, fsync, rename step-7.tmp -> step-7      killed before: the old
+                                                                             checkpoint is whole
 
 All three on the thread that calls `save`, or the last two in the background (`background.py`).
 """

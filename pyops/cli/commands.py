@@ -1,10 +1,12 @@
 """The command `pyops`: train, plan, convert, simulate, bench, env.
 
-    pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test
-    [MIN:MAX:STEPS]]
-    pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...          the layout that it would have on 1 ... N ranks
-    pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]             a checkpoint and one safetensors file, both ways
-    pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]      a pipeline's schedule
+    pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
+    pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
+                                                          the layout that it has on 1 ... N ranks
+    pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
+                                               a checkpoint and one safetensors file, both ways
+    pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]
+                                                                          a pipeline's schedule
     pyops bench [NAME]... [options of python -m benchmarks]
     pyops env
     torchrun --nproc-per-node 2 -m pyops train CONFIG.toml ...               over two processes

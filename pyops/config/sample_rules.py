@@ -1,10 +1,10 @@
 """What a run over numbered samples, and one that freezes layers, does not go with.
 
-| | over samples | with elastic.freeze |
+| option | over samples | with elastic.freeze |
 |---|---|---|
-| states, layers or gradients that are shared out or compressed, compiled models | refused | refused |
+| ZeRO, tensor parallelism, a codec, compiled models | refused | refused |
 | micro-batches, recomputing, fp16, other schedules | refused when the run begins | not judged |
-| a head that has the embedding's weights, stages that ranks have several of | not judged | refused |
+| a head tied to the embedding, several stages of a rank | not judged | refused |
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@ SIDE = 8
 POINTS = 96
 _STYLES = {"DejaVuSans": "Oblique", "DejaVuSansMono": "Oblique", "DejaVuSerif": "Italic"}
 FONTS = (
-    *(family + style for family, slope in _STYLES.items() for style in ("", "-Bold", f"-{slope}", f"-Bold{slope}")),
+    *(
+        family + style
+        for family, slope in _STYLES.items()
+        for style in ("", "-Bold", f"-{slope}", f"-Bold{slope}")
+    ),
     "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta", "cmr10", "cmb10",
     "cmss10", "cmtt10",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Passages of code from families of modules of the Python standard library: which family is each
 from?
 
-    asyncio  --files-->  streams.py  .................... | ......      of every file the end is held out
+    asyncio  --files-->  streams.py  .................... | ......   of every file the end is held
+                                                                     out
                          transports.py  ................. | .....
                          train                            | held out
              --passages-->  [first] 63 tokens, one after the other; as many of each family; copies
@@ -51,7 +52,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "asyncio": ("asyncio/",), "email": ("email/",),
     "importlib": ("importlib/", "zipimport.py", "pkgutil.py", "runpy.py"),
     "multiprocessing": ("multiprocessing/", "concurrent/", "subprocess.py"),
-    "text": ("json/", "re.py", "re/", "csv.py", "configparser.py", "textwrap.py", "string.py", "difflib.py", "shlex.py", "tokenize.py", "gettext.py", "argparse.py", "optparse.py"),
+    "text": ("json/", "re.py", "re/", "csv.py", "configparser.py", "textwrap.py", "string.py",
+             "difflib.py", "shlex.py", "tokenize.py", "gettext.py", "argparse.py", "optparse.py"),
     "unittest": ("unittest/", "doctest.py"),
     "web": ("http/", "urllib/", "html/", "wsgiref/", "xmlrpc/"), "xml": ("xml/",),
 }  # fmt: skip

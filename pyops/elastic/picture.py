@@ -1,12 +1,10 @@
 """A picture of an elastic run, from its rows of metrics: what is frozen, who does what, how fast,
 how well.
 
-    frozen blocks    ____----======         rows: {"step": 120, "epoch": 3, "frozen": 5, "stages":
-                                            2, "replicas": 2,
-    rank 0  | stage 0     | stage 0 | ...          "samples_per_s": 812.0, "cached": True,
-                                                   "validation_accuracy": ...}
-    rank 1  | stage 1     | stage 1 | ...
-    rank 2  | stage 2     | stage 0 | ...
+    frozen blocks    ____----======          rows: {"step": 120, "epoch": 3, "frozen": 5,
+    rank 0  | stage 0     | stage 0 | ...           "stages": 2, "replicas": 2,
+    rank 1  | stage 1     | stage 1 | ...           "samples_per_s": 812.0, "cached": True,
+    rank 2  | stage 2     | stage 0 | ...           "validation_accuracy": ...}
     samples/s        ____----======
 
 After figure 9 of PipeTransformer (He et al., 2021). The axis is epochs; an epoch is as wide as any

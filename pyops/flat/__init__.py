@@ -1,9 +1,10 @@
 """All parameters of one dtype in one aligned tensor, all their gradients in another, and views
 handed out.
 
-    registration order        embed.weight   block.0.weight   block.0.bias   head.weight
-    buffer (backward order)   | head.weight |pad| block.0.bias |pad| block.0.weight | embed.weight |pad to multiple_of|
-                                ^ offset 0, ready first in backward                                 ^ ready last
+    registration order   embed.weight   block.0.weight   block.0.bias   head.weight
+    backward order       | head.weight |pad| block.0.bias |pad| block.0.weight | embed.weight |pad|
+                           ^ offset 0, ready first in backward                 ^ ready last
+    the last padding     up to a multiple of multiple_of
 
 Every offset is a multiple of ALIGNMENT elements, so that kernels read whole vectors. Padding is
 zero and stays zero: its gradient is zero. A bucket of a collective, and the shard that an optimizer

@@ -35,9 +35,9 @@ class Shard:
     """A part of a larger tensor, as checkpoints store it: `tensor` begins at `offset` of the whole,
     in one of two forms.
 
-    box     offset has one number per dim                                     Shard((4, 6), (2, 0), tensor [2, 6])
-    range   offset has one number and `tensor` one dim, whatever the whole    Shard((4, 6), (9,), tensor [5])
-            has: elements [offset, offset + n) of the flattened, row-major whole
+    box     offset has one number per dim: Shard((4, 6), (2, 0), tensor [2, 6])
+    range   offset has one number and `tensor` one dim, whatever the whole has: elements
+            [offset, offset + n) of the flattened, row-major whole: Shard((4, 6), (9,), tensor [5])
 
     copy: another rank holds the same part and writes it; here it is only for loading.
 

@@ -7,7 +7,8 @@
 A tile's states lie one after the other in one region of the file, so that a tile is one read and
 one write:
 
-    region   | 0: exp_avg | 0: exp_avg_sq | 0: master | 1: exp_avg | ...   every field begins at a multiple of 64 bytes
+    region   | 0: exp_avg | 0: exp_avg_sq | 0: master | 1: exp_avg | ...
+             every field begins at a multiple of 64 bytes
 """
 
 from __future__ import annotations

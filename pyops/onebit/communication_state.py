@@ -1,8 +1,9 @@
 """state_dict and load_state_dict of optimizers that communicate: torch's, and the communication's
 own part beside it.
 
-    {"state": {...}, "param_groups": [...],                              as AdamW's
-     "communication": {"phase": "compressed", "steps": 700, "codec": "...", "errors": {...}, ...}}   this rank's
+    {"state": {...}, "param_groups": [...],                  as AdamW's
+     "communication": {"phase": "compressed", "steps": 700,  this rank's
+                       "codec": "...", "errors": {...}, ...}}
 
 The errors are by parameter name and differ from rank to rank: every rank saves its own state_dict.
 """

@@ -1,10 +1,10 @@
 """Steps that are taken before the norm of the gradients is known, and taken back when it says so
 (Qi et al., 2024, section 4).
 
-with a barrier    rank 0   ...  1B3 1W3 |      wait      | norm | step | F F F   a rank that is done waits for all others
-                  rank 1   ...      1B3 1W3              | norm | step | F F F
-validated later   rank 0   ...  1B3 1W3 | step | F F F | norm known, B ...       the sum travels meanwhile
-                  rank 1   ...      1B3 1W3 | step | F F F | norm known, B ...
+with a barrier   rank 0  ...  1B3 1W3 |   wait   | norm | step | F F F     a rank that is done waits
+                 rank 1  ...      1B3 1W3        | norm | step | F F F     for all others
+validated later  rank 0  ...  1B3 1W3 | step | F F F | norm known, B ...   the sum travels meanwhile
+                 rank 1  ...      1B3 1W3 | step | F F F | norm known, B ...
 
 If the norm is above its limit, or not finite, every rank gives up the forwards it has done since,
 puts back what its step changed, steps again with scaled gradients or not at all, and begins anew:

@@ -34,8 +34,13 @@ from pyops.pipeline.schedules.names import custom
 
 __all__ = ["profile"]
 
-PARTS = {"forward": (False, "F"), "backward": (False, "B"), "forward_apart": (True, "F"), "input_gradient": (True, "I"),
-         "weight_gradient": (True, "W")}  # fmt: skip
+PARTS = {
+    "forward": (False, "F"),
+    "backward": (False, "B"),
+    "forward_apart": (True, "F"),
+    "input_gradient": (True, "I"),
+    "weight_gradient": (True, "W"),
+}
 
 
 def profile(

@@ -5,7 +5,9 @@ backward comes by.
     y = recompute.checkpoint(block, x)                              # in place of block(x)
     recompute.apply(model, ["blocks.*"], offload="cpu")             # by a list of modules; model(x)
                                                                     # stays as it is
-    recompute.apply(model, ["blocks.*"], arena=recompute.Arena(1 << 30))    # inputs in one piece of memory, taken once
+    recompute.apply(model, ["blocks.*"], arena=recompute.Arena(1 << 30))
+                                                                    # inputs in one piece of memory,
+                                                                    # taken once
 
     forward  x -> block -> y     kept: x, or its n-th part, or a copy in host memory, or in an arena
     backward x -> block again, same random numbers -> what the gradient needs -> gradient

@@ -1,7 +1,8 @@
 """How the inputs of a recomputed part are kept until backward: copies of them, or of this rank's
 share of each.
 
-x [2, 3, 5] of strides s  ->  30 elements in memory order  ->  rank r's part  ->  an arena, host memory, or a clone
+x [2, 3, 5] of strides s  ->  30 elements in memory order  ->  rank r's part  ->  an arena, host
+                                                                                  memory, or a clone
 backward:   all-gather of the parts  ->  strides s again, so that kernels take the same path and
                                          give the same bits
 """

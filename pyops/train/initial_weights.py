@@ -54,7 +54,7 @@ def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
 
 
 class FirstValues:
-    """`ElasticCallbacks.initialize` of `Elastic`: called with a layer of `model` and its name there.
+    """`ElasticCallbacks.initialize` of `Elastic`: called with a layer of `model` and its name.
 
     model: on the meta device, or not. draw: draws a module's own parameters, not its children's.
     weights: by name, in memory or in a checkpoint still; embedding and blocks begin with them, the

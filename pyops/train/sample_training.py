@@ -1,7 +1,8 @@
 """SampleTraining: a task over numbered samples, epoch by epoch, in a layout that follows what is
 frozen.
 
-    one epoch:   shares of the batches -> Elastic.step -> metrics;  held-out samples;  Elastic.decide;  checkpoint
+    one epoch:   shares of the batches -> Elastic.step -> metrics;
+                 held-out samples;  Elastic.decide;  checkpoint
 
 `pyops train` takes this way for every task but text, and for text with [elastic] freeze.
 """

@@ -4,7 +4,8 @@ task = make_task(config)                                      of [task], [data],
                                                               section
 inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; PADDING: a row
                                                               that counts nothing
-pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)      with loss=task.loss, reduction="sum"
+pipeline.step(inputs, target, shape=...,                      with loss=task.loss, reduction="sum"
+              scale=1 / (rows * task.terms), **named)
 task.loss(output, target)                                     nats, summed: times 1 / (rows * terms)
                                                               it is the mean
 task.score(pipeline(inputs, **named), target)                 right ones, or nats

@@ -65,8 +65,8 @@ def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
     assert main([*settings(tmp_path), "--resume"]) == 0
     shown = capsys.readouterr().out
     assert (
-        f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; set train.num_steps to more"
-        in shown
+        f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; "
+        "set train.num_steps to more" in shown
     )
     assert "a sample" not in shown
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == rows

@@ -1,4 +1,5 @@
-"""Every public name has a docstring: what a subpackage's `__all__` lists, and its public methods."""
+"""Every public name has a docstring: what a subpackage's `__all__` lists, and its public
+methods."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Parts of tensors that the ranks hold, at one path of the state: written by each rank, one whole
 tensor when loaded.
 
-state of rank 0    {"step": 7, "errors": {"w": Shard([2, 3], offset (0, 0), tensor [1, 3])}}   shards-00000.safetensors
-state of rank 1    {"step": 7, "errors": {"w": Shard([2, 3], offset (1, 0), tensor [1, 3])}}   shards-00001.safetensors
+file               state
+shards-00000       {"step": 7, "errors": {"w": Shard([2, 3], offset (0, 0), tensor [1, 3])}}
+shards-00001       {"step": 7, "errors": {"w": Shard([2, 3], offset (1, 0), tensor [1, 3])}}
 loaded, anywhere   {"step": 7, "errors": {"w": tensor [2, 3]}}
 
 A shard is a box of its tensor or a range of the flattened one, and a rank may hold several at one

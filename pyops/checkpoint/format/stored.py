@@ -1,9 +1,11 @@
 """Tensors of a checkpoint that are still on the disk: read whole, or the part that a rank wants,
 however they were stored.
 
-stored   | range 0 (file of rank 0) | range 1 (file of rank 1) | range 2 (rank 0) |     or boxes, or one whole tensor
-wanted                       | a range, a box, or all of it |
-read                         |bytes|          bytes         |                    and the rest of their blocks, to compare them
+stored | range 0 (file of rank 0) | range 1 (file of rank 1) | range 2 (rank 0) |   or boxes, or
+                                                                                    a whole tensor
+wanted                     | a range, a box, or all of it |
+read                       |bytes|          bytes         |   and the rest of their blocks, to
+                                                              compare these
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ring collectives: each rank talks to its neighbours only, and every link carries 2 (n - 1) / n of
 the tensor.
 
-    owner o of a piece, n = 4:   o+1 --raw--> o+2 --sum--> o+3 --sum--> o  (adds its own, scales, rounds once)
+    owner o of a piece, n = 4:   o+1 --raw--> o+2 --sum--> o+3 --sum--> o
+                                 o adds its own, scales, rounds once
                                  then o --result--> o+1 --> o+2 --> o+3
 
 The order of summation of an element is o+1, o+2, ..., o, and o depends only on its absolute

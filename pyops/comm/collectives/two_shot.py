@@ -1,9 +1,9 @@
 """Two-shot collectives: slices to their owners, a local sum in rank order, and the results back to
 all.
 
-    shot 1   rank r sends slice p of its tensor to rank p, for every p          (n - 1) / n of the tensor
+    shot 1   rank r sends slice p of its tensor to rank p, for every p     (n - 1) / n of the tensor
              rank p sums the n slices in the order of the ranks, fp32 inside, rounds once
-    shot 2   rank p sends its result to everyone                                (n - 1) / n of the tensor
+    shot 2   rank p sends its result to everyone                           (n - 1) / n of the tensor
 
 Each element is summed in rank order, so the result is that of one sum_rows over the ranks' tensors,
 bit for bit, wherever it is cut. Only two latencies whatever n. 16-bit values travel raw and yet are

@@ -2,7 +2,8 @@
 of their calls.
 
 caller   all_reduce(a, async_op=True)   all_reduce(b, async_op=True)   all_reduce(c)
-thread       |-- a --|-- b --|-- c --|                                  (c waits for its turn: one order on every rank)
+thread       |-- a --|-- b --|-- c --|            c is executed after a and b: the order of the
+                                                  calls, which is the same on every rank
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     from pyops.comm import Communicator, ErrorFeedback, OneBit
     error = ErrorFeedback(gradient.numel(), codec=OneBit(), communicator=Communicator.of(group))
-    compressed_all_reduce(gradient, codec=OneBit(), error=error, group=group)        # in place: the mean, nearly
+    compressed_all_reduce(gradient, codec=OneBit(), error=error, group=group)
+    # in place: nearly the mean
 
 Two exchanges, each once per segment, whatever the number of tensors and ranks; see
 compressed_shots.py. All ranks decode the same bytes, so the result has the same bits everywhere.

@@ -1,8 +1,8 @@
 """What a checkpoint has of an elastic run: tensors by name, whoever held them, so that any number
 of ranks can go on from it.
 
-rank 0  {0: embedding, 1: block 0}  --.                              .--  {0: embedding, 1: block 0, 2: head}
-rank 1  {2: head}                   --+--  "model", "optimizer"  ----+--  on one rank
+rank 0  {0: embedding, 1: block 0}  --.                            .--  {0: embedding, 1: block 0,
+rank 1  {2: head}                   --+-- "model", "optimizer" ----+--   2: head} on one rank
 rank 2  of another replica: nothing --'
 """
 

@@ -2,8 +2,9 @@
 makes the ranks one again.
 
     anchor x   p before the first of them, the same on all ranks
-    alone      w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)       p = p (1 - lr wd) - lr w   each rank its own
-               s = s (1 - lr wd) + lr w        D = D (1 - lr wd)   L = L (1 - lr wd) + lr
+    alone      w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)    p = p (1 - lr wd) - lr w
+               s = s (1 - lr wd) + lr w    D = D (1 - lr wd)    L = L (1 - lr wd) + lr
+               each rank its own
     message    w = the ranks' mean of s / L, compressed
                p = x D - L w        s = 0, D = 1, L = 0
 

@@ -1,9 +1,11 @@
 """Which steps of 0/1 Adam communicate what; pure arithmetic.
 
-    step        1 2 .. k | k+2 k+4 .. |                      var_freeze_step |
-    exact       x x .. x |  x   x  .. |  x       x      ..                 x |     intervals 1, 2, 4 ..: each k times
-    compressed  x x .. x | x x x x .. | x x x x x x x   ..     x x x x x x x | x x x x   x   x   x     x       x
-    local                                                                    |         x   x   x   xxx   xxxxx
+    step       1 2 .. k | k+2 k+4 .. |                  var_freeze_step |
+    exact      x x .. x |  x   x  .. |  x       x      ..             x |
+    compressed x x .. x | x x x x .. | x x x x x x x   ..   x x x x x x | x x x x   x   x   x     x
+    local                                                               |         x   x   x   xxx
+
+    intervals of exact rounds: 1, 2, 4 ..., each k times
 
 k = var_update_scaler. An exact round is the variance's, besides the compressed one; the freeze step
 has one too. After it, intervals double every local_step_scaler steps, up to local_step_clipper.

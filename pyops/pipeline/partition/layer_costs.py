@@ -34,8 +34,8 @@ class LayerCosts:
     """One layer, of one micro-batch. Seconds: forward; backward, in one; forward_apart,
     input_gradient and weight_gradient, forward and both parts of backward when these are computed
     apart. Bytes: activation, that travels to the next layer; kept, the storages that autograd keeps
-    from forward to backward; taken, those of the layer's input; deferred_weight_grad, what is kept from
-    input_gradient to weight_gradient; weights, its parameters. parameters: how many numbers.
+    from forward to backward; taken, those of the layer's input; deferred_weight_grad, what is kept
+    from input_gradient to weight_gradient; weights, its parameters. parameters: how many numbers.
     """
 
     name: str = ""

@@ -7,9 +7,11 @@ link sets the pace.
                                     devices) says
 
     A_k(i, j, m) = the least of
-        T_k(i, j, m)                                                                  one stage, m replicas
-        max(A_k(i, s, m - n), 2 a_s / B_k, T_k(s, j, n))  for i < s < j, 0 < n < m      a last stage of n replicas
-    T_k(i, j, m) = max(A_{k-1}(i, j, all), 2 (m - 1) / m w / B_k) / m,     A_0(i, j): forward and backward of one device
+        T_k(i, j, m)                                      one stage, m replicas
+        max(A_k(i, s, m - n), 2 a_s / B_k, T_k(s, j, n))  for i < s < j, 0 < n < m: a last stage of
+                                                          n replicas
+    T_k(i, j, m) = max(A_{k-1}(i, j, all), 2 (m - 1) / m w / B_k) / m
+    A_0(i, j) = forward and backward of one device
 
 w: bytes of the layers' weights; a_s: bytes that layer s - 1 sends to s, which come back as a
 gradient; B_k: bytes a second. m replicas take m mini-batches in turn and reduce their gradients

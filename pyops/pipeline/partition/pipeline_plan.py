@@ -1,7 +1,7 @@
-"""PipelinePlan: stages of layers, each on one or several devices; what the planners give, and the cluster
-that they are given.
+"""PipelinePlan: stages of layers, each on one or several devices; what the planners give, and the
+cluster that they are given.
 
-layers 0-9 on 6 devices | 10-11 on 2   PipelinePlan.boundaries [0, 10, 12]   PipelinePlan.replicas (6, 2)
+layers 0-9 on 6 devices | 10-11 on 2   PipelinePlan(boundaries=[0, 10, 12], replicas=(6, 2))
 """
 
 from __future__ import annotations

@@ -296,8 +296,8 @@ class Pipeline(nn.Module):
             stage.close()
         self._statistics.remove()
         self._tied_parameters.close()
-        # The function may belong to the owner of this pipeline: a reference cycle, whose memory would
-        # stay until Python's collector runs.
+        # The function may belong to the owner of this pipeline: a reference cycle, whose memory
+        # would stay until Python's collector runs.
         self.config, self.before_forward = replace(self.config, before_forward=None), None
         self.group, self._ranks = None, ALONE
 

@@ -1,5 +1,5 @@
-"""WeightVersions: which weights the micro-batches of a stage meet, where steps are taken while other
-micro-batches are in flight.
+"""WeightVersions: which weights the micro-batches of a stage meet, where steps are taken while
+other micro-batches are in flight.
 
     stage 0 of 3, pipedream    0F0   0F1   0F2   0B0   0U0   0F3   0B1   0U1   0F4   0B2   ...
     newest                      w0    w0    w0    w0    w1    w1    w1    w2    w2    w2
@@ -207,8 +207,8 @@ class CorrectedWeights(WeightVersions):
 
 @contextlib.contextmanager
 def _unseen_by_autograd(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within, parameters may be changed in place though graphs of micro-batches in flight have them:
-    autograd's version counters stay as they are.
+    """Within, parameters may be changed in place though graphs of micro-batches in flight have
+    them: autograd's version counters stay as they are.
 
     Sound because a schedule says which weights a backward meets: others than its forward's where it
     means to.

@@ -1,14 +1,19 @@
 """The synchronous schedules: every micro-batch meets the same weights, and one optimizer step
 follows.
 
-    K ranks, M micro-batches, v stages on each rank; F, B: time of a forward and a backward, B = I +
-    W
-    gpipe            all forwards, all backwards          (M + K - 1)(F + B)       M micro-batches of activations
-    1f1b             a backward as soon as there is one   (M + K - 1)(F + B)       min(M, K - s) on rank s
-    interleaved      1f1b over K v stages                 (M + (K - 1)/v)(F + B)   (2 (K - 1 - r) + (v - 1) K + 1) / v
-    zb1p             1f1b, W where nothing else is due    M (F + B) + (K - 1)(F + I - W)   min(M, K)
+    K ranks, M micro-batches, v stages on each rank; F, B: time of a forward and a backward;
+    B = I + W
+
+    name             order                                time
+    gpipe            all forwards, all backwards          (M + K - 1)(F + B)
+    1f1b             a backward as soon as there is one   (M + K - 1)(F + B)
+    interleaved      1f1b over K v stages                 (M + (K - 1) / v)(F + B)
+    zb1p             1f1b, W where nothing else is due    M (F + B) + (K - 1)(F + I - W)
     interleaved_zb   both
-    zbv              stages go down the ranks and up      M (F + B), + (K - 1) F until the step   K
+    zbv              stages go down the ranks and up      M (F + B), + (K - 1) F until the step
+
+    activations that a rank keeps, in micro-batches: gpipe M; 1f1b min(M, K - s) on rank s;
+    interleaved (2 (K - 1 - r) + (v - 1) K + 1) / v on rank r; zb1p min(M, K); zbv K
 
 Sources: GPipe, Huang et al., NeurIPS 2019. 1f1b: DAPPLE, Fan et al., PPoPP 2021, section 4 (warm-up
 policies A and B), and PipeDream-Flush. interleaved: Narayanan et al., SC 2021, section 2.2. zb1p
@@ -136,8 +141,8 @@ def alternate(forwards: Order, backwards: Order, depth: int) -> Order:
 
 
 def _defer(order: Order, *, deferred_weight_grad: int) -> Order:
-    """With a W after each I, but `deferred_weight_grad` of them later; from the last forward on, as early as
-    that allows."""
+    """With a W after each I, but `deferred_weight_grad` of them later; from the last forward on, as
+    early as that allows."""
     made: Order = []
     due: Order = []
     for action in order:

@@ -1,6 +1,7 @@
 """Whether a model's weights fit into the memory of the machine, before any is taken.
 
-weights of a rank  =  all / (tp * pp), with zero.stage 3 also / dp   a host's ranks together  <=  its memory
+weights of a rank        =  all / (tp * pp), with zero.stage 3 also / dp
+a host's ranks together  <=  its memory
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Processes that torchrun started meet in its store, in a part of it that no earlier attempt has
 written to.
 
-    rank r   here r = its own mark ------.                       .-->  a mark is answered once, so it is of this attempt
-    rank 0   reads the marks, answers each with the attempt's name;     until every rank has answered that
+    rank r   here r = its own mark ---.                                .-->  answers that
+    rank 0                            reads the marks, answers each           until every rank has
+                                      with the attempt's name
+
+    A mark is answered once, so it is of this attempt.
 
 torchrun may keep its store through a restart, with the addresses of ranks that died, and who is
 early would call there. The number of restarts tells attempts apart no longer once agents come and

@@ -1,7 +1,7 @@
 """What a person sees of a run: lines that stay, and below them on a terminal a live one; nothing
 but on rank 0.
 
-step 100/600  loss 2.401  validation 2.403  5,210 tokens/s  0.60 GiB  236 kB sent (31x less than fp32)  0:03:38 left
+step 100/600  loss 2.401  validation 2.403  5,210 tokens/s  0.60 GiB  236 kB sent  0:03:38 left
 step 120/600  loss 2.314  5,190 tokens/s  0.60 GiB  236 kB sent (31x less than fp32)  0:03:12 left
 small ━━━╸━━━━━━ step 121/600  loss 2.309  validation 2.403        0:03:11 left
 

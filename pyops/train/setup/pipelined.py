@@ -1,9 +1,10 @@
 """A model whose layers lie on the ranks of a pipeline: its steps, its losses and its samples, as if
 it were in one place.
 
-    rank 0   embedding, block 0, block 1   0F0 0F1 0F2 0B0 0F3 0B1 ...  0B3 | gradients of the stage reduced |
-    rank 1   block 2, block 3, head        1F0 1B0 1F1 1B1 ...   1B3 | gradients of the stage
-                                                                 reduced | norm, step
+    rank 0   embedding, block 0, block 1   0F0 0F1 0F2 0B0 0F3 0B1 ...  0B3 | reduce |
+    rank 1   block 2, block 3, head        1F0 1B0 1F1 1B1 ...   1B3 | reduce | norm, step
+
+    reduce: the gradients of the stage are reduced over its data-parallel ranks
 
 Layers of other ranks never have memory; those that are here keep the names of the whole model, so
 checkpoints, first values and dropout are those of one process.

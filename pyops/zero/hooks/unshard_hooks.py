@@ -1,7 +1,8 @@
 """When the parameters of a unit are whole: gathered just before use, the next unit's meanwhile, and
 let go of afterwards.
 
-    forward    gather 0 | 0        | 1        | 2        | 3        |          backward begins with 3, so 3 is kept
+    forward    gather 0 | 0        | 1        | 2        | 3        |   backward begins with 3, so
+                                                                        3 is kept
                         | gather 1 | gather 2 | gather 3 |
     backward            | 3        | 2        | 1        | 0        |
                         | gather 2 | gather 1 | gather 0 |

@@ -1,10 +1,13 @@
 """Which rank owns which part of which parameter: pure arithmetic, the same on every rank.
 
     tensors, in the order in which backward reaches them
-    buffer      | head      |pad| block 3.bias |pad| block 3.weight ..   |pad| embedding          |pad|
-    buckets     |------------- 0 ------------------|--------- 1 --------------|------- 2 ---------|    multiples of ranks * 64
-    owners      | rank 0    | rank 1   | rank 2    |  0     |  1     |   2    |  0   |  1  |  2   |    equal chunks of a bucket
-    rank 1's    | chunk of 0 | chunk of 1 | chunk of 2 |                                                1 / ranks of the buffer
+    buffer    | head      |pad| block 3.bias |pad| block 3.weight ..  |pad| embedding         |pad|
+    buckets   |------------- 0 ----------------|---------- 1 ---------------|------- 2 -----------|
+    owners    | rank 0    | rank 1   | rank 2  |   0    |   1    |    2     |  0   |   1   |   2  |
+    rank 1's  | chunk of 0 | chunk of 1 | chunk of 2 |
+
+    A bucket is a multiple of ranks * 64 elements, in equal chunks; a rank's chunks are 1 / ranks of
+    the buffer.
 
 A reduce-scatter of a bucket leaves each rank its chunk, an all-gather puts the chunks together
 again: both in place. A tensor lies within one bucket, so a rank owns at most one stretch of it, a

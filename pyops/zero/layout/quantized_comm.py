@@ -1,7 +1,8 @@
 """How parameters and gradients travel: as they are, or as ZeRO++ has it, in few bits and within a
 small group.
 
-    gather_codec      forward, backward:   shard --int8--> all ranks      twice less than 16 bits, four times less than 32
+    gather_codec      forward, backward:   shard --int8--> all ranks   twice less than 16 bits, four
+                                                                       times less than 32
     secondary_group   forward:  shard --> all ranks, of which each keeps the part that is its own in
                                 the small group
                       backward, and forwards before the next step:  that part --> the ranks of the

@@ -3,7 +3,8 @@
     computes    forward, backward 5       | forward, backward 6       | forward, backward 7
     parameters  after gradients 0 .. 3    | after 0 .. 4              | after 0 .. 5
     updates          gradients of 4       |      gradients of 5       |      gradients of 6
-                                      step()                      step()     waits for the update: its result is in the model
+                                      step()                      step()
+    step() waits for the update before it, whose result is then in the model
 
 Ren et al., ZeRO-Offload, arXiv:2101.06840, section 5.2 (delayed parameter update): not in the first
 steps, in which gradients change fast.

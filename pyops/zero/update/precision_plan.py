@@ -1,9 +1,10 @@
 """precision=: the dtype a model is cast to before it is shared out, and the loss scale where
 gradients need one.
 
-ZeroOptimizer(model, AdamW, ZeroConfig(stage=2, precision="fp16"))     model.to(float16), float32 masters, LossScale()
-optimizer.scale(loss).backward(); optimizer.step()         an inf anywhere: no rank steps, the scale
-                                                           falls
+ZeroOptimizer(model, AdamW, ZeroConfig(stage=2, precision="fp16"))
+                                                 model.to(float16), float32 masters, LossScale()
+optimizer.scale(loss).backward()
+optimizer.step()                                 an inf anywhere: no rank steps, the scale falls
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What this rank steps: its piece of every parameter, given to an ordinary optimizer as parameters
 of their own.
 
-    parameter w [512, 512]     | rank 0: elements 0 .. 98303 | rank 1: 98304 .. 196607 | rank 2: 196608 .. 262143 |
-    on rank 1, the optimizer   steps a flat parameter of 98304 elements, keeps its states, and knows
-                               nothing of the rest
+    parameter w [512, 512]   | rank 0: 0 .. 98303 | rank 1: 98304 .. 196607 | rank 2: .. 262143 |
+    on rank 1, the optimizer steps a flat parameter of 98304 elements, keeps its states, and knows
+    nothing of the rest
 
 Each piece has its own state and its own count of steps, so a parameter that got no gradient
 anywhere is left alone, as it would be in one process. 16-bit parameters have float32 masters:

@@ -163,7 +163,8 @@ def test_evaluation_meets_the_newest_weights_and_frozen_ones_stay():
 
 
 def test_each_step_takes_the_mean_of_its_micro_batches():
-    """By rows, by `loss_denominator`, or the sum; the loss that is returned is the whole batch's."""
+    """By rows, by `loss_denominator`, or the sum; the loss that is returned is of the whole
+    batch."""
     x, target = batch(12)
     kept = (torch.arange(12) % 4 != 1).float()[:, None].expand(12, 8).contiguous()
     masked = {"y": target, "kept": kept}

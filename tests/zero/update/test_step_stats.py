@@ -1,5 +1,5 @@
-"""The statistics before a step: what is decided on the device has the bits of what the host decides,
-and the host reads nothing from the device that it does not have to know."""
+"""The statistics before a step: what is decided on the device has the bits of what the host
+decides, and the host reads nothing from the device that it does not have to know."""
 
 from __future__ import annotations
 
