@@ -35,8 +35,7 @@ Rivals = dict[str, tuple[Layer, list[Tensor]]]  # each with leaves of its own
 
 def case(
     name: str,
-    ours: Layer,
-    theirs: Layer,
+    layers: tuple[Layer, Layer],
     leaves: list[Tensor],
     *,
     shape: tuple[int, ...],
@@ -45,9 +44,10 @@ def case(
     others: Rivals | None = None,
     table: bool = False,
 ) -> Case:
-    """`moved`: elements read and written by both passes. `checked`: False where the two draw other
-    random numbers. `table`: on a GPU torch.compile is a rival too."""
-    x = leaves[0]
+    """`layers`: of pyops and of torch. `moved`: elements read and written by both passes.
+    `checked`: False where the two draw other random numbers. `table`: on a GPU torch.compile is a
+    rival too."""
+    (ours, theirs), x = layers, leaves[0]
     seeds = [torch.randn(shape, device=x.device).to(x.dtype)]
     calls = {
         "pyops": forward_backward(ours, leaves, seeds),
@@ -88,8 +88,7 @@ def biased(
     ours = partial(activation.bias_activation, activation=act)
     return case(
         name,
-        ours,
-        theirs,
+        (ours, theirs),
         leaves,
         shape=(tokens, width),
         moved=5 * tokens * width,
@@ -121,8 +120,7 @@ def gated(
     leaves += [leaf(2 * width, dtype=dtype, device=device)] if bias else []
     return case(
         name,
-        activation.bias_gated,
-        theirs,
+        (activation.bias_gated, theirs),
         leaves,
         shape=(tokens, width),
         moved=8 * tokens * width,
@@ -140,7 +138,7 @@ def dropped(name: str, tokens: int, width: int, dtype: torch.dtype, device: torc
     ours = partial(dropout.bias_dropout_add, p=0.1, state=state)
     leaves = [x, leaf(width, dtype=dtype, device=device), r]
     return case(
-        name, ours, theirs, leaves, shape=(tokens, width), moved=5 * tokens * width, checked=False
+        name, (ours, theirs), leaves, shape=(tokens, width), moved=5 * tokens * width, checked=False
     )
 
 
@@ -166,8 +164,7 @@ def turned(name: str, tokens: int, width: int, dtype: torch.dtype, device: torch
     others: Rivals = {rival: (layer, [x]) for rival, layer in of_rotary(angle, dtype=dtype).items()}
     return case(
         name,
-        lambda t: rotary(t, cos, sin),
-        theirs,
+        (lambda t: rotary(t, cos, sin), theirs),
         [x],
         shape=tuple(x.shape),
         moved=4 * x.numel(),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.ops import random as kernels
+from pyops.renamed import refuse_renamed
 
 __all__ = [
     "RandomStates",
@@ -78,14 +79,15 @@ def normal(
     name: str,
     shape: Sequence[int],
     *,
-    mean: float = 0.0,
     std: float = 1.0,
     offset: Offset = 0,
     global_shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
+    **renamed: object,
 ) -> Tensor:
-    """Normal numbers with the given mean and standard deviation; the rest as in `uniform`."""
+    """Normal numbers with mean 0 and standard deviation `std`; the rest as in `uniform`."""
+    refuse_renamed("normal", renamed, {"mean": "normal(...).add_(mean)"})
     if not std >= 0:
         raise ValueError(f"std must be a number >= 0, got {std}")
     out = torch.empty(tuple(shape), dtype=torch.float32, device=device)
@@ -98,8 +100,6 @@ def normal(
     )
     if std != 1.0:
         out.mul_(std)
-    if mean != 0.0:
-        out.add_(mean)
     return out.to(dtype)
 
 

@@ -254,11 +254,9 @@ class ZeroOptimizer(Savable):
                 setup.param_groups,
                 setup.factory,
                 setup.precision.arguments,
-                offload=config.offload_target,
-                tile_bytes=config.tile_bytes,
+                config=config,
                 placements=placements,
                 delayed=late,
-                portion_bytes=config.bucket_bytes,
             )
         for key in ("reduce_norms", "reduce_sums"):
             if self.communicator is not None and hasattr(self.owned.optimizer, key):

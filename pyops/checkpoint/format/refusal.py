@@ -86,15 +86,7 @@ def _check(manifest: Mapping[str, Any]) -> None:
     for name, entries in tensors.items():
         if name not in files:
             raise ValueError(f"it lists tensors of {name!r}, which is none of its files")
-        held = 0
-        for tensor, entry in _object(entries, f"tensors[{name!r}]").items():
-            _object(entry, f"tensors[{name!r}][{tensor!r}]")
-            at = f"tensors[{name!r}][{tensor!r}]"
-            held += prod(_shape(entry.get("shape"), at)) * _dtype(entry.get("dtype"), at).itemsize
-        if held > files[name]["bytes"]:
-            raise ValueError(
-                f"it lists tensors of {held} bytes in {name!r}, which has {files[name]['bytes']}"
-            )
+        _check_tensors(name, entries, files[name]["bytes"])
     if "state" not in tree:
         raise ValueError("its tree has no state")
     used: set[tuple[str, str]] = set()
@@ -112,6 +104,17 @@ def _check(manifest: Mapping[str, Any]) -> None:
             if SHARDS in node:
                 raise ValueError(f"{at} has shards, which a rank's own state has not")
             _use((own_file(rank), node[TENSOR]), tensors, used, at)
+
+
+def _check_tensors(name: str, entries: Any, nbytes: int) -> None:
+    """The tensors that are listed of a file of so many bytes."""
+    held = 0
+    for tensor, entry in _object(entries, f"tensors[{name!r}]").items():
+        at = f"tensors[{name!r}][{tensor!r}]"
+        _object(entry, at)
+        held += prod(_shape(entry.get("shape"), at)) * _dtype(entry.get("dtype"), at).itemsize
+    if held > nbytes:
+        raise ValueError(f"it lists tensors of {held} bytes in {name!r}, which has {nbytes}")
 
 
 def _check_file(name: str, entry: Mapping[str, Any]) -> None:

@@ -333,9 +333,22 @@ def low_rank_mean(
         if not bool(mean.isfinite().all()):
             memory.overflowed.fill_(1.0)
         torch._foreach_copy_(exact, mean.mul_(factor).split(lengths))
+    _put_products(flat, memory, ps, qs, scratch=message.new_empty(memory.scratch), factor=factor)
+
+
+def _put_products(
+    flat: Tensor,
+    memory: PowerSGDMemory,
+    ps: Sequence[Tensor],
+    qs: Sequence[Tensor],
+    *,
+    scratch: Tensor,
+    factor: float,
+) -> None:
+    """flat = factor * P Q^T of every family; errors become what that leaves out, and Q the next
+    directions."""
     squares = [squared_lengths(q) for q in qs]
     fine = bool(torch.cat([each.flatten() for each in squares]).isfinite().all()) if qs else True
-    scratch = message.new_empty(memory.scratch)
     for i, (p, q) in enumerate(zip(ps, qs, strict=True)):
         rescued = [] if fine else _not_finite(flat, memory, i, squares[i])
         for piece in memory.pieces[i]:

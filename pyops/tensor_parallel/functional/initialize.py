@@ -49,18 +49,16 @@ def initialize_(
     if std == 0.0:
         part.fill_(mean)
     else:
-        part.copy_(
-            random.normal(
-                seed,
-                name,
-                where.size,
-                mean=mean,
-                std=std,
-                offset=where.offset,
-                global_shape=where.global_shape,
-                device=parameter.device,
-            )
+        values = random.normal(
+            seed,
+            name,
+            where.size,
+            std=std,
+            offset=where.offset,
+            global_shape=where.global_shape,
+            device=parameter.device,
         )
+        part.copy_(values.add_(mean) if mean else values)
     return parameter
 
 

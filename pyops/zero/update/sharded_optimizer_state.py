@@ -30,6 +30,7 @@ from pyops.optim.adafactor_parts import TensorPart
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.protocols import ParamGroup
+from pyops.zero.config import ZeroConfig
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
@@ -74,14 +75,21 @@ class ParamShard:
 
 
 class ShardedOptimizerState:
-    """The pieces of this rank, and the optimizer over them.
+    """The shards of this rank, and the optimizer over them.
 
-    flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner
-    one, with a group for each of the user's. pieces[g]: those of group g, in the order of its
-    parameters. offload: where its states are, None for beside the parameters. tile_bytes: of states
-    that are stepped at a time there. placements: of the parameters that a tensor-parallel group
-    shares, by name. delayed: a step leaves the model as it is, until `publish`. portion_bytes: of
-    gradients that are there in float32 at a time, for masters that need them so.
+    Args:
+        flats: The flat parameters, of which each rank has a shard.
+        groups: The user's param groups, each with `params`.
+        factory: What makes the optimizer over the shards, with a group for each of the user's.
+        arguments: Its arguments.
+        config: offload and tile_bytes; bucket_bytes is also the limit of gradients that are there
+            in float32 at a time, for master weights that need them so.
+        placements: Of the parameters that a tensor-parallel group shares, by name.
+        delayed: A step leaves the model as it is, until `publish`.
+
+    Attributes:
+        optimizer: The inner optimizer.
+        pieces: pieces[g] are those of group g, in the order of its parameters.
     """
 
     def __init__(
@@ -91,12 +99,11 @@ class ShardedOptimizerState:
         factory: OptimizerFactory,
         arguments: ParamGroup,
         *,
-        offload: str | None = None,
-        tile_bytes: int = 32 << 20,
+        config: ZeroConfig,
         placements: Mapping[str, Placement] = MappingProxyType({}),
         delayed: bool = False,
-        portion_bytes: int = 25 << 20,
     ) -> None:
+        offload = config.offload_target
         arguments, optimizer_class = dict(arguments), factory.optimizer_class
         fused = issubclass(optimizer_class, FusedOptimizer)
         if fused and not arguments.get("stochastic_rounding", False):
@@ -108,7 +115,7 @@ class ShardedOptimizerState:
             list(flats),
             placements,
             delayed,
-            portion_bytes,
+            config.bucket_bytes,
         )
         self._elsewhere = (
             offload is not None and not stays_with(offload, self.flats[0].device)
@@ -149,7 +156,7 @@ class ShardedOptimizerState:
                 each.parameter: each.target for each in self.all_pieces() if each.target is not None
             }
             self.offloaded = Offloaded(
-                self.optimizer, offload, targets=targets, tile_bytes=tile_bytes
+                self.optimizer, offload, targets=targets, tile_bytes=config.tile_bytes
             )
 
     def _over(
