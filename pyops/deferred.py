@@ -145,7 +145,7 @@ class Pieces:
             waiting = [w for w in self._passes.pop(0).values() if w.operands]
             # one backward for all, as those who reduce gradients expect; begins with the last made
             with torch.enable_grad():
-                kept = [_Kept.apply(w.parameter, w) for w in reversed(waiting)]
+                kept = [_Kept.apply(w.parameter, w) for w in reversed(waiting)]  # type: ignore[no-untyped-call]
             if kept:
                 torch.autograd.backward(kept)
 
@@ -320,7 +320,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    return _Linear.apply(x, weight, bias, torch.get_autocast_dtype(device) if autocast else None)  # type: ignore[no-any-return]
+    dtype = torch.get_autocast_dtype(device) if autocast else None
+    y: Tensor = _Linear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Linear(torch.autograd.Function):

@@ -53,7 +53,8 @@ def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
     for override in overrides:
         _override(tree, override)
-    return _build(Config, tree, prefix="")
+    config: Config = _build(Config, tree, prefix="")
+    return config
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

@@ -74,9 +74,8 @@ def copies(images: Tensor, count: int) -> Tensor:
     )
     every = images.repeat_interleave(count, dim=0)
     grid = functional.affine_grid(maps.view(-1, 2, 3), list(every.shape), align_corners=False)
-    found = (
-        functional.grid_sample(every - PAPER, grid, align_corners=False) + PAPER
-    )  # zeros come in
+    # grid_sample fills with zeros, which are then PAPER.
+    found: Tensor = functional.grid_sample(every - PAPER, grid, align_corners=False) + PAPER
     found = found.unflatten(0, (len(images), count))
     found[:, 0] = images
     return found

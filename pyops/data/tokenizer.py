@@ -104,7 +104,7 @@ class PairTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD."""
-        return self._inner.decode([t for t in tokens if t < self.vocab_size])
+        return str(self._inner.decode([t for t in tokens if t < self.vocab_size]))
 
     def token_bytes(self, tokens: np.ndarray) -> int:
         """How many bytes of text the tokens stand for."""

@@ -127,7 +127,7 @@ def first_element(tensor: Any) -> int | None:
     if not cut or local.numel() == 0:
         return 0
     _, offset = local_shape_and_offset(tensor)
-    return int(offset[0]) * prod(tensor.shape[1:])
+    return int(offset[0]) * int(prod(tensor.shape[1:]))
 
 
 def check_placements(tensor: Any, *, name: str, who: str) -> None:

@@ -149,7 +149,7 @@ def _shape(shape: Any, name: str) -> list[int]:
     sound = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(_whole(n) for n in shape)
     if not sound or prod(n or 1 for n in shape) >= 1 << 62:
         raise ValueError(f"it gives {name} the shape {_shown(shape)}, which no tensor has")
-    return shape
+    return list(shape)
 
 
 def _dtype(name: Any, of: str) -> torch.dtype:

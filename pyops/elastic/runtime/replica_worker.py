@@ -163,7 +163,7 @@ class ReplicaWorker:
         )
         if self.groups.dp_group is not None:
             all_reduce(told, group=self.groups.dp_group, label="the loss over the replicas")
-        loss, flags, errors = told.tolist()
+        total_loss, flags, errors = map(float, told.tolist())
         if errors:
             agree_in_group(error, group=self.groups.dp_group)
         if self.groups.dp_group is not None:
@@ -174,7 +174,7 @@ class ReplicaWorker:
                     label="gradients of a stage over the replicas",
                 )
         self.flagged = bool(flags)
-        return loss
+        return total_loss
 
     def norm(self) -> float:
         """Of these gradients over all stages; nan where it is not finite. The same on all ranks."""

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.torch_private import graph_task_id, without_torch_function
+from pyops.zero.hooks.reduce_scatter_bucket import ReduceScatterBucket
 from pyops.zero.hooks.reduced_gradient import GradientNorms, ReducedGradient
-from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.partition import Piece
 
 __all__ = ["PublishedGradients", "gradients_set_by_hand"]

@@ -109,9 +109,8 @@ class GradientNorms:
                 self.communicator.size, len(mine), dtype=mine.dtype, device=mine.device
             )
             rows[self.communicator.rank] = mine
-            return all_reduce(
-                rows, communicator=self.communicator, label="largest elements of gradients"
-            ).amax(0)
+            all_reduce(rows, communicator=self.communicator, label="largest elements of gradients")
+            return rows.amax(0)
         sums = torch.stack([part.abs().pow_(order).sum().to(self._device) for part in parts])
         if self.communicator is not None:
             all_reduce(sums, communicator=self.communicator, label="norms of gradients")

@@ -291,7 +291,7 @@ class UnshardHooks:
         ]
         if not places:
             return None
-        watched = _AfterBackward.apply(
+        watched = _AfterBackward.apply(  # type: ignore[no-untyped-call]
             partial(self._end_backward_of, unit), *(leaves[i] for i in places)
         )
         for i, tensor in zip(places, watched, strict=True):

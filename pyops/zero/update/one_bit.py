@@ -45,7 +45,8 @@ from pyops.optim.one_bit import (
     mean_weight,
     variance_sum,
 )
-from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
+from pyops.zero.hooks.reduce_scatter_bucket import ReduceScatterBucket
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import ParamShard, ShardedOptimizerState
 from pyops.zero.update.step_stats import StatsAxes, reduce_step_stats
 
