@@ -121,7 +121,9 @@ def naming_lost_ranks(
     """Within, an error of torch's own collectives becomes a CommunicationError that names the ranks
     that are lost.
 
-    what: for the message. grace: as for `lost_peer`, by default PATIENCE seconds.
+    Args:
+        what: For the message.
+        grace: As for `lost_peer`, by default PATIENCE seconds.
     """
     try:
         yield

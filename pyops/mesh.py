@@ -162,10 +162,14 @@ class Axes:
 class Mesh:
     """A grid of all ranks, with a process group for every line of ranks along an axis.
 
-    axes: the degrees; their product must be the number of ranks. device_type: "cpu" or "cuda".
-    Works without torch.distributed as well, for one rank: then every group is None. ValueError for
-    degrees whose product is another number than that of the ranks, and where torchrun started
-    several that have not called init_process_group.
+    Args:
+        axes: The degrees; their product must be the number of ranks.
+        device_type: "cpu" or "cuda". Works without torch.distributed as well, for one rank: then
+            every group is None.
+
+    Raises:
+        ValueError: For degrees whose product is another number than that of the ranks, and where
+            torchrun started several that have not called init_process_group.
     """
 
     def __init__(self, axes: Axes, *, device_type: str = "cpu") -> None:

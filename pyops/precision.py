@@ -54,14 +54,19 @@ class LossScale:
     """The state machine, on the host and without communication: `update(overflow)` after every
     step.
 
-    initial: the first scale. factor: what it is multiplied and divided by. window: good steps in a
-    row after which it grows. hysteresis: overflows that it takes to lower it; filled up again when
-    it grows, or with consecutive_hysteresis by every good step, so that only overflows in a row
-    count. minimum: it is not lowered further, which is said in a warning, and the training goes on.
-    ValueError for values that make no sense.
-
     scale: the present one. skipped: overflows so far. good_steps: since the last overflow or
     growth. hysteresis_left.
+
+    Args:
+        initial: The first scale.
+        factor: What it is multiplied and divided by.
+        window: Good steps in a row after which it grows.
+        hysteresis: Overflows that it takes to lower it; filled up again when it grows, or with
+            consecutive_hysteresis by every good step, so that only overflows in a row count.
+        minimum: It is not lowered further, which is said in a warning, and the training goes on.
+
+    Raises:
+        ValueError: For values that make no sense.
     """
 
     def __init__(
@@ -209,13 +214,14 @@ class LossScaler:
         if scaler.update():          # False: gradients had an inf or a nan, and nothing was changed
             schedule.step()
 
-    options: those of LossScale. enabled=False (fp32, bf16) passes everything through. group: the
-    ranks that step together; None: all. `loss_scale` is the state machine.
-
     An optimizer that unscales by itself (`_step_supports_amp_scaling`: pyops.optim's, torch's fused
     ones) reads the gradients once more and no host waits; for others they are unscaled in place.
     `step` and `unscale_` are collectives, to be called on all ranks alike, for each optimizer once
     between two updates.
+
+    Args:
+        options: Those of LossScale. enabled=False (fp32, bf16) passes everything through.
+        group: The ranks that step together; None: all. `loss_scale` is the state machine.
     """
 
     def __init__(
@@ -244,7 +250,8 @@ class LossScaler:
     ) -> None:
         """Divide the gradients by the scale in place, to look at them or clip them before `step`.
 
-        gradients: where they are, if not in .grad of the optimizer's parameters.
+        Args:
+            gradients: Where they are, if not in .grad of the optimizer's parameters.
         """
         if not self.enabled:
             return

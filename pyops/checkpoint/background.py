@@ -174,12 +174,15 @@ class BackgroundSaver:
     """Saves one checkpoint at a time in the background: `save` returns when the state has been
     copied to host memory.
 
-    group: the ranks that save together. timeout: seconds that rank 0 waits for the others' files
-    once its own are written. The copy stays allocated for the next save until `release()`.
+    The copy stays allocated for the next save until `release()`.
 
     Call `wait()` before the process ends, else a last error is not seen. A process that ends
     finishes its part of a save first; one that is killed leaves the checkpoint that was there
     before, whole.
+
+    Args:
+        group: The ranks that save together.
+        timeout: Seconds that rank 0 waits for the others' files once its own are written.
     """
 
     def __init__(self, *, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
@@ -200,9 +203,11 @@ class BackgroundSaver:
         """As `pyops.checkpoint.save`, but written in the background; waits for a save that is under
         way. A collective.
 
-        then: called on rank 0, in the background, once the checkpoint is in its place. Raises, on
-        all ranks alike, what the save before met with, a full disk for one, and then does not begin
-        this one.
+        Raises, on all ranks alike, what the save before met with, a full disk for one, and then
+        does not begin this one.
+
+        Args:
+            then: Called on rank 0, in the background, once the checkpoint is in its place.
         """
         self.wait()
         plan = prepare(folder, state, own=own, group=self._group)

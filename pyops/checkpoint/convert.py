@@ -59,10 +59,16 @@ def export_weights(
 ) -> dict[str, tuple[int, ...]]:
     """Write the tensors below state[key] to one safetensors file; {name: shape} of them.
 
-    key: "model", or a path such as "a.b". Names are the paths below it: those of
-    model.state_dict(). dtype: floating tensors become this; None: as they are. Holds one tensor at
-    a time, whatever the number of ranks that saved. The file is written beside its place and
-    renamed. CheckpointError for a damaged checkpoint, an unknown key, a file that is there already.
+    Holds one tensor at a time, whatever the number of ranks that saved. The file is written beside
+    its place and renamed.
+
+    Args:
+        key: "model", or a path such as "a.b". Names are the paths below it: those of
+            model.state_dict().
+        dtype: Floating tensors become this; None: as they are.
+
+    Raises:
+        CheckpointError: For a damaged checkpoint, an unknown key, a file that is there already.
     """
     file = Path(file)
     if file.suffix != SUFFIX:
@@ -151,8 +157,11 @@ def weight_files(source: Path) -> dict[Path, list[str] | None]:
     """The safetensors files of a folder, by its index where there is one, each with the names
     wanted of it; None: all.
 
-    source: may be a file itself. CheckpointError for none, and for an index that is damaged or
-    leads out of the folder.
+    Args:
+        source: May be a file itself.
+
+    Raises:
+        CheckpointError: For none, and for an index that is damaged or leads out of the folder.
     """
     if source.is_file():
         return {source: None}

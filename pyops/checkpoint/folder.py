@@ -29,14 +29,15 @@ def save(
     checkpoint that is there is replaced when all is on the disk; a folder with anything else in it
     is refused (as `pyops.hub.save` does it).
 
-    state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None.
-    Anywhere in `state`, ranks may hold a `pyops.flat.Shard` or `Shards` of one tensor at one path,
-    also where rank 0 has none: together they must cover the tensor, once, or CheckpointError names
-    the path before anything is written.
-
     Raises CheckpointError on all ranks alike when it can't be written, a full disk for one; what
     was in `folder` before is still whole then. Raises TypeError for a state that a checkpoint can't
     hold, before anything is written.
+
+    Args:
+        state, own: Nested dicts, lists and tuples of tensors, numbers, strings, booleans and None.
+            Anywhere in `state`, ranks may hold a `pyops.flat.Shard` or `Shards` of one tensor at
+            one path, also where rank 0 has none: together they must cover the tensor, once, or
+            CheckpointError names the path before anything is written.
     """
     plan = prepare(folder, state, own=own, group=group)
     error: Exception | None = None
@@ -62,8 +63,9 @@ def save(
 class Checkpoints:
     """The checkpoints of one run, `folder`/step-00000100 and so on; only the newest `keep` stay.
 
-    background: `save` copies the state, and it is written while training goes on
-    (`pyops.checkpoint.BackgroundSaver`); call `wait()` at the end.
+    Args:
+        background: `save` copies the state, and it is written while training goes on
+            (`pyops.checkpoint.BackgroundSaver`); call `wait()` at the end.
     """
 
     def __init__(

@@ -170,18 +170,20 @@ def load(
 
     Without more, tensors are whole, in new CPU memory, on any number of ranks.
 
-    into: nested as `state`, and may be a part of it: its tensors, `pyops.flat.Shard`s and `Shards`
-    are filled, on whatever device, from the bytes they need and no others; floating dtypes are
-    converted. It may differ from rank to rank, and how the tensors were cut when they were saved
-    does not matter. In the returned state they stand in their places;
-    every other tensor is a `Stored`. lazy: every tensor is one: `.shape`, `.dtype`, `.read()`,
-    `.read_into(shard)`. compare: with either, compare all files with their checksums first, each
-    rank a share of them, so that no damage is met later.
-
     Raises CheckpointError on all ranks alike, before anything is filled, naming the file that is
     missing or damaged, a manifest that can't be true, or the tensor of `into` that the checkpoint
     has not, or in another shape. What a Stored reads is compared with its checksum when it is read.
     A collective.
+
+    Args:
+        into: Nested as `state`, and may be a part of it: its tensors, `pyops.flat.Shard`s and
+            `Shards` are filled, on whatever device, from the bytes they need and no others;
+            floating dtypes are converted. It may differ from rank to rank, and how the tensors were
+            cut when they were saved does not matter. In the returned state they stand in their
+            places; every other tensor is a `Stored`.
+        lazy: Every tensor is one: `.shape`, `.dtype`, `.read()`, `.read_into(shard)`.
+        compare: With either, compare all files with their checksums first, each rank a share of
+            them, so that no damage is met later.
     """
     check_initialized("checkpoint.load", group)
     rank, size = (

@@ -34,15 +34,17 @@ class ParallelConfig:
     """How many ranks share a model; the others hold the same and see other sequences. None of this
     changes the loss.
 
-    tp: neighbouring ranks that cut each layer among them (tensor parallelism). sequence_parallel:
-    between the layers each of them keeps its share of the tokens only. pp: ranks that hold
-    different layers (pipeline parallelism). dp: models; 0: as many as there are ranks for.
-
     Of a pipeline: schedule: of `SCHEDULES`. v: stages on each rank, with interleaved and
     interleaved_zb. num_microbatches: into how many a model's sequences are cut; 0: as
     train.micro_batch says, or else 4 for each rank of the pipeline, or fewer where that does not
     divide them. recompute: which of them keep the inputs of stages alone, and compute the stages
     again: never, except_last, always.
+
+    Attributes:
+        tp: Neighbouring ranks that cut each layer among them (tensor parallelism).
+        sequence_parallel: Between the layers each of them keeps its share of the tokens only.
+        pp: Ranks that hold different layers (pipeline parallelism).
+        dp: Models; 0: as many as there are ranks for.
     """
 
     tp: int = 1

@@ -29,19 +29,21 @@ LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 class TaskConfig:
     """What is learnt, over how many epochs, and where weights come from.
 
-    kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of
-    digits by [vit], and before that "characters", printed letters and digits of matplotlib's fonts;
-    "passages", which family of modules of the Python standard library a passage is from, by [bert],
-    and before that "masked_text", masked tokens of the library and the file that each row is from.
-    [data] validation_fraction is held out: of passages, each file's end.
-
-    pretrained: the folder of a run whose weights to begin with, all but the head's; "": none.
-    num_epochs: 0: train.num_steps steps, of the batch at the start, which may end in the middle of
-    an epoch. num_copies: of each image in an epoch: itself, and others that are turned, scaled and
-    shifted a little, each its own way; of each passage or row of
-    text: itself, and others that begin a part of its length later, so that they overlap.
-    num_passages: of each family to train on, spread over its files, before they are copied; 0: all
-    there are.
+    Attributes:
+        kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images
+            of digits by [vit], and before that "characters", printed letters and digits of
+            matplotlib's fonts; "passages", which family of modules of the Python standard library a
+            passage is from, by [bert], and before that "masked_text", masked tokens of the library
+            and the file that each row is from. [data] validation_fraction is held out: of passages,
+            each file's end.
+        pretrained: The folder of a run whose weights to begin with, all but the head's; "": none.
+        num_epochs: 0: train.num_steps steps, of the batch at the start, which may end in the middle
+            of an epoch.
+        num_copies: Of each image in an epoch: itself, and others that are turned, scaled and
+            shifted a little, each its own way; of each passage or row of text: itself, and others
+            that begin a part of its length later, so that they overlap.
+        num_passages: Of each family to train on, spread over its files, before they are copied; 0:
+            all there are.
     """
 
     kind: str = "text"

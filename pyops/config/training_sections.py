@@ -39,15 +39,16 @@ class OptimizerConfig:
     """The optimizer, and the learning rate's way: a straight warmup, then half a cosine down to
     `final_lr_ratio` of the peak.
 
-    name: of `OPTIMIZERS`. beta1 and beta2 are those of Adam, Lion and LAMB and their one-bit kin,
-    eps of these (but Lion) and of Adagrad, momentum of SGD and LARS. max_grad_norm: gradients with
-    a larger norm are scaled down to it; 0: never. weight_decay goes to weights of two or more
-    dimensions only. layer_decay: of runs over numbered samples, each layer's rate is that part of
-    the rate of the layer behind it; the head's is the whole one (Clark et al., 2020, ELECTRA; 1:
-    all alike).
-
-    compression_warmup_steps: how long a one-bit optimizer communicates in full before it
-    compresses; "auto": until the variance is stable. A fifth of the run is a good choice.
+    Attributes:
+        name: Of `OPTIMIZERS`. beta1 and beta2 are those of Adam, Lion and LAMB and their one-bit
+            kin, eps of these (but Lion) and of Adagrad, momentum of SGD and LARS.
+        max_grad_norm: Gradients with a larger norm are scaled down to it; 0: never. weight_decay
+            goes to weights of two or more dimensions only.
+        layer_decay: Of runs over numbered samples, each layer's rate is that part of the rate of
+            the layer behind it; the head's is the whole one (Clark et al., 2020, ELECTRA; 1: all
+            alike).
+        compression_warmup_steps: How long a one-bit optimizer communicates in full before it
+            compresses; "auto": until the variance is stable. A fifth of the run is a good choice.
     """
 
     name: str = "adamw"
@@ -102,8 +103,9 @@ class OptimizerConfig:
 class CommunicationConfig:
     """How gradients, or the momenta of one-bit optimizers, go over the wire.
 
-    codec: "none" for full precision (one-bit optimizers then take "onebit"), or a name that
-    `pyops.comm.compression.names.parse` knows: bf16, int8, fp8, onebit, ...
+    Attributes:
+        codec: "none" for full precision (one-bit optimizers then take "onebit"), or a name that
+            `pyops.comm.compression.names.parse` knows: bf16, int8, fp8, onebit, ...
     """
 
     codec: str = "none"
@@ -120,9 +122,10 @@ class PrecisionConfig:
     """The dtype of parameters, activations and gradients; the optimizer has fp32 master weights
     where it is of 16 bits.
 
-    dtype: fp32, bf16, or fp16, whose gradients would vanish without a loss scale: it begins at
-    initial_scale, doubles after scale_window good steps in a row, and halves when `hysteresis`
-    steps overflowed, never below minimum_scale.
+    Attributes:
+        dtype: fp32, bf16, or fp16, whose gradients would vanish without a loss scale: it begins at
+            initial_scale, doubles after scale_window good steps in a row, and halves when
+            `hysteresis` steps overflowed, never below minimum_scale.
     """
 
     dtype: str = "fp32"
@@ -148,8 +151,10 @@ class RecomputeConfig:
     """Activations that are not kept for backward, but computed again (Chen et al.,
     arXiv:1604.06174).
 
-    modules: which ones, by patterns of their names, such as ["blocks.*"]; their inputs are kept.
-    offload: where: "none" (on the device) or "cpu".
+    Attributes:
+        modules: Which ones, by patterns of their names, such as ["blocks.*"]; their inputs are
+            kept.
+        offload: Where: "none" (on the device) or "cpu".
     """
 
     modules: tuple[str, ...] = ()
@@ -163,13 +168,17 @@ class RecomputeConfig:
 class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
-    batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the
-    model at once; 0: all of its share. device: "auto" is cuda where there is one. deterministic: on
-    CUDA, only kernels that give the same bits each time. algorithm: of the all-reduce
-    (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end. A run over
-    samples validates at the end of each epoch instead, and saves there, too. keep: checkpoints that
-    stay. plot: whether a run that ends draws its curves as a picture. tensorboard: whether it
-    writes TensorBoard files.
+    Attributes:
+        batch: Sequences in a step, over all ranks.
+        micro_batch: Sequences that a rank puts through the model at once; 0: all of its share.
+        device: "auto" is cuda where there is one.
+        deterministic: On CUDA, only kernels that give the same bits each time.
+        algorithm: Of the all-reduce (pyops.comm.all_reduce).
+        validate_every, checkpoint_every: Steps; 0: only at the end. A run over samples validates at
+            the end of each epoch instead, and saves there, too.
+        num_checkpoints: Checkpoints that stay.
+        plot: Whether a run that ends draws its curves as a picture.
+        tensorboard: Whether it writes TensorBoard files.
     """
 
     num_steps: int = 1000

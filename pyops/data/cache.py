@@ -38,9 +38,11 @@ PARTS = ("train", "validation")
 class Corpus:
     """A tokenized text. `train` and `validation` are memory-mapped arrays [n] of token ids.
 
-    bigram_loss: nats per byte, on the validation text, of a byte-bigram model fitted to the train
-    text.
-    digest: of the text, the tokenizer's settings and the split; equal digests mean equal tokens.
+    Attributes:
+        bigram_loss: Nats per byte, on the validation text, of a byte-bigram model fitted to the
+            train text.
+        digest: Of the text, the tokenizer's settings and the split; equal digests mean equal
+            tokens.
     """
 
     path: str

@@ -42,12 +42,13 @@ class CorpusError(ValueError):
 class DataConfig:
     """Which text, as which tokens.
 
-    path: a file, a folder (all its files of `suffixes`, or all files when empty), or "stdlib", the
-    Python standard library's own sources. tokenizer: "bytes", or "bpe", trained on this corpus up
-    to model.vocab_size entries.
-    max_bytes: read no more than this, 0 for everything. validation_fraction: the part of the bytes
-    held out.
-    cache: the folder for token files; they are named by a digest of the text.
+    Attributes:
+        path: A file, a folder (all its files of `suffixes`, or all files when empty), or "stdlib",
+            the Python standard library's own sources.
+        tokenizer: "bytes", or "bpe", trained on this corpus up to model.vocab_size entries.
+        max_bytes: Read no more than this, 0 for everything.
+        validation_fraction: The part of the bytes held out.
+        cache: The folder for token files; they are named by a digest of the text.
     """
 
     path: str = STANDARD_LIBRARY

@@ -63,12 +63,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 class Rows:
     """Rows, numbered from 0, and the text that they are cut from.
 
-    stream: int64 [N], the tokens of one part of all files. places: int64 [m, 4], of each row where
-    it begins in the stream, where what is there of its file ends, the number of its family, and
-    that of its file. first: the token that stands first. length: T. copies: of each row there are
-    so many, one after the other, of which number i begins i / copies of a row's text behind the row
-    itself, as far as its file goes; ValueError for fewer than 1, or more than the T - 1 tokens of a
-    row.
+    Attributes:
+        stream: int64 [N], the tokens of one part of all files.
+        places: int64 [m, 4], of each row where it begins in the stream, where what is there of its
+            file ends, the number of its family, and that of its file.
+        first: The token that stands first.
+        length: T.
+        copies: Of each row there are so many, one after the other, of which number i begins i /
+            copies of a row's text behind the row itself, as far as its file goes; ValueError for
+            fewer than 1, or more than the T - 1 tokens of a row.
     """
 
     stream: Tensor
@@ -135,7 +138,8 @@ class Passages:
     vocabulary's, and neighbouring files share one where they are more. first, mask: the two tokens
     that are no text.
 
-    digest: of the text and the settings; equal digests mean equal tokens.
+    Attributes:
+        digest: Of the text and the settings; equal digests mean equal tokens.
     """
 
     train: Rows

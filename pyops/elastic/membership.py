@@ -50,19 +50,18 @@ class Grid:
 class Limits:
     """What a model, its batch and its ranks allow.
 
-    heads, kv_heads (0: heads): of attention, which the ranks of tp share. costs: of each layer of
-    the pipeline, embedding and
-        head included, by which it is cut. stages: of each rank of the pipeline; folded: their
-        second half comes back.
-    batch: sequences in a step, of all models together. micro_batch, micro_batches: as asked for, 0:
-    not; the latter of
-        pipelines alone.
-    most: the largest tp, pp, dp; 0: any.
-    memory: bytes that weights, gradients and states may take on a rank; 0: not known. parameters:
-    numbers in each layer of
-        the pipeline; each: bytes of a parameter's weight, gradient and states; zero: which of them
-        the dp models share out:
-        1 states, 2 gradients, 3 weights.
+    Attributes:
+        heads, kv_heads: (0: heads) of attention, which the ranks of tp share.
+        costs: Of each layer of the pipeline, embedding and head included, by which it is cut.
+        stages: Of each rank of the pipeline.
+        folded: Their second half comes back.
+        batch: Sequences in a step, of all models together.
+        micro_batch, micro_batches: As asked for, 0: not; the latter of pipelines alone.
+        most: The largest tp, pp, dp; 0: any.
+        memory: Bytes that weights, gradients and states may take on a rank; 0: not known.
+        parameters: Numbers in each layer of the pipeline.
+        each: Bytes of a parameter's weight, gradient and states.
+        zero: Which of them the dp models share out: 1 states, 2 gradients, 3 weights.
     """
 
     heads: int

@@ -82,9 +82,10 @@ def plot_elastic(
 ) -> bool:
     """Draw the run; False, and no file, without matplotlib or rows that say what is frozen.
 
-    rows: as a run writes them to metrics.jsonl. Those without "frozen" are left out. ranks: all of
-    the run, idle ones too; rank r is stage r % stages of replica r // stages. most: how many blocks
-    can be frozen (default: the most that were).
+    Args:
+        rows: As a run writes them to metrics.jsonl. Those without "frozen" are left out.
+        ranks: All of the run, idle ones too; rank r is stage r % stages of replica r // stages.
+        most: How many blocks can be frozen (default: the most that were).
     """
     rows = [
         row for row in rows if all(key in row for key in ("epoch", "frozen", "stages", "replicas"))

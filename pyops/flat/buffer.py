@@ -65,11 +65,6 @@ class FlatBuffer:
     """Parameters and gradients of one dtype and device, laid out in backward order; each parameter
     becomes a view.
 
-    named_parameters: (name, parameter) in registration order, as `module.named_parameters()` gives
-    them; the buffer holds them in reverse. A non-contiguous parameter keeps its values and becomes
-    contiguous. multiple_of: the buffer's length is
-    a multiple of it.
-
     layout      the FlatLayout
     data, grad  the flat tensors; parameter.data and parameter.grad are views of them
     parameter   an nn.Parameter over `data` whose .grad is `grad`: give it to an optimizer in place
@@ -81,6 +76,12 @@ class FlatBuffer:
     optimizers of pyops.optim over `parameter` raise ValueError then. load_state_dict is fine. A
     gradient that was set
     to None is put back by `restore_gradient`.
+
+    Args:
+        named_parameters: (name, parameter) in registration order, as `module.named_parameters()`
+            gives them; the buffer holds them in reverse. A non-contiguous parameter keeps its
+            values and becomes contiguous.
+        multiple_of: The buffer's length is a multiple of it.
     """
 
     def __init__(

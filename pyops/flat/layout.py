@@ -21,8 +21,9 @@ ALIGNMENT = 64  # elements: 256 bytes of fp32, 128 of bf16; at least a cache lin
 class FlatLayout:
     """Which tensor lies where in a flat buffer; pure arithmetic.
 
-    names, shapes, offsets: one entry per tensor, offsets in elements, increasing.
-    numel: elements of the buffer, padding included.
+    Attributes:
+        names, shapes, offsets: One entry per tensor, offsets in elements, increasing.
+        numel: Elements of the buffer, padding included.
     """
 
     names: tuple[str, ...]
@@ -40,9 +41,12 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay the (name, shape) pairs one after the other, in the order given.
 
-        alignment: every offset is a multiple of it. multiple_of: so is the buffer's length (the
-        number of ranks, for shards of one size). ValueError for a repeated name or for numbers
-        below 1.
+        Args:
+            alignment: Every offset is a multiple of it.
+            multiple_of: So is the buffer's length (the number of ranks, for shards of one size).
+
+        Raises:
+            ValueError: For a repeated name or for numbers below 1.
         """
         names = tuple(name for name, _ in tensors)
         if len(set(names)) != len(names):

@@ -28,13 +28,15 @@ __all__ = ["Placement"]
 class Placement:
     """What a rank holds of a parameter of `global_shape`.
 
-    dim: along which it is cut; None: every rank holds all of it. start, stop: the elements of `dim`
-    that this rank holds; length: how many its tensor has along `dim`; those beyond stop - start are
-    padding, zero for ever.
-    copies: on how many ranks of the group the same elements are; first: whether this is the first
-    of those.
-    partial: the gradient that backward leaves on a rank is a part of the whole one; the copies'
-    parts must be summed.
+    Attributes:
+        dim: Along which it is cut; None: every rank holds all of it.
+        start, stop: The elements of `dim` that this rank holds.
+        length: How many its tensor has along `dim`; those beyond stop - start are padding, zero for
+            ever.
+        copies: On how many ranks of the group the same elements are.
+        first: Whether this is the first of those.
+        partial: The gradient that backward leaves on a rank is a part of the whole one; the copies'
+            parts must be summed.
     """
 
     global_shape: tuple[int, ...]
@@ -68,9 +70,12 @@ class Placement:
         """An equal part for each rank, in whole units of `unit` elements; the last ranks' are
         padded where it does not divide.
 
-        copies: that many neighbouring ranks hold the same part, and each only a part of its
-        gradient.
-        ValueError when `dim` is not made of whole units, or `ranks` not of whole copies.
+        Args:
+            copies: That many neighbouring ranks hold the same part, and each only a part of its
+                gradient.
+
+        Raises:
+            ValueError: When `dim` is not made of whole units, or `ranks` not of whole copies.
         """
         units, rest = divmod(shape[dim], unit)
         if rest or ranks % copies:
@@ -127,7 +132,8 @@ class Placement:
         """Elements [start, start + n) of this rank's flattened tensor as parts of the whole, for a
         checkpoint: views.
 
-        copy: another rank of the same place among the group's has them too, and writes them.
+        Args:
+            copy: Another rank of the same place among the group's has them too, and writes them.
         """
         mine: Box = ((0,) * len(self.global_shape), self.size)
         found, at = [], 0

@@ -191,7 +191,8 @@ class InPlace:
     """All that `who` has put somewhere: parameters of `model` in `flats`, and those that it only
     refers to.
 
-    fix: what to do instead, an end of a sentence.
+    Args:
+        fix: What to do instead, an end of a sentence.
     """
 
     def __init__(

@@ -39,9 +39,11 @@ class Shard:
     range   offset has one number and `tensor` one dim, whatever the whole has: elements
             [offset, offset + n) of the flattened, row-major whole: Shard((4, 6), (9,), tensor [5])
 
-    copy: another rank holds the same part and writes it; here it is only for loading.
+    Attributes:
+        copy: Another rank holds the same part and writes it; here it is only for loading.
 
-    ValueError for a part that does not lie within the whole.
+    Raises:
+        ValueError: For a part that does not lie within the whole.
     """
 
     global_shape: tuple[int, ...]

@@ -123,10 +123,6 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tup
     """(model, optimizer) for a loop of Accelerate, in place of `accelerator.prepare(model,
     optimizer)`.
 
-    model: it comes back itself, with Accelerate's autocast on its forward. optimizer: of this
-    model; it comes back as an AcceleratedOptimizer, which steps where gradients are complete. Data
-    loaders and schedulers go to accelerator.prepare().
-
     `accelerator.accumulate(model)` sends nothing before the last of its backwards at stages 0 and
     1. At stages 2 and 3 each backward is reduced, so that no rank keeps whole gradients.
 
@@ -134,6 +130,11 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tup
     FSDP, Megatron or one that compiles, another model than the optimizer's, a group that is not of
     all of Accelerate's processes, reduction="sum" and a scaled precision. Its state_dict() raises
     RuntimeError, since `accelerator.save_state()` would write rank 0's part alone.
+
+    Args:
+        model: It comes back itself, with Accelerate's autocast on its forward.
+        optimizer: Of this model; it comes back as an AcceleratedOptimizer, which steps where
+            gradients are complete. Data loaders and schedulers go to accelerator.prepare().
     """
     _check(accelerator, model, optimizer)
     accelerator.prepare_model(model, evaluation_mode=True, device_placement=False)

@@ -55,8 +55,13 @@ def from_checkpoint(
     """Write the model of a checkpoint as a Hugging Face folder; {our name: shape}. dtype: of the
     tensors; None: as they are.
 
-    like: as in `save`. CheckpointError for a checkpoint that is damaged; HubError for one that does
-    not hold a model that can be written, and for a folder that is there already.
+    Args:
+        like: As in `save`.
+
+    Raises:
+        CheckpointError: For a checkpoint that is damaged.
+        HubError: For one that does not hold a model that can be written, and for a folder that is
+            there already.
     """
     if Path(folder).exists():
         raise HubError(f"{folder} is there already; remove it, or name another place")

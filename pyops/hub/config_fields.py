@@ -32,8 +32,9 @@ class ConfigFields:
     """What config.json says, read by key and type. HubError names the key, its value and what was
     expected.
 
-    numbers, tensors: how many the files hold in all, which bounds every size; None: of a model that
-    is there already.
+    Args:
+        numbers, tensors: How many the files hold in all, which bounds every size; None: of a model
+            that is there already.
     """
 
     def __init__(

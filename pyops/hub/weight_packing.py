@@ -63,8 +63,9 @@ class Source:
     """A tensor of the file, the shape that it must have there, and the pieces of our parameter that
     it holds.
 
-    transposed: the file has its two last dims in the other order. The dims that it lacks, or has
-    more, are leading ones of size 1.
+    Attributes:
+        transposed: The file has its two last dims in the other order. The dims that it lacks, or
+            has more, are leading ones of size 1.
     """
 
     name: str
@@ -122,8 +123,9 @@ class Grouped(Packing):
     """Queries, keys and values, or keys and values alone: matrices or biases, dealt out by heads to
     the groups of one of ours.
 
-    joined: the file has them one behind the other in one tensor. transposed: it has matrices as
-    [in, out].
+    Args:
+        joined: The file has them one behind the other in one tensor.
+        transposed: It has matrices as [in, out].
     """
 
     def __init__(self, *names: str, joined: bool = False, transposed: bool = False) -> None:

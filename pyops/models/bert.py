@@ -309,8 +309,10 @@ class BERT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits, or with pooled_head (logits, next-sentence logits). With targets, `loss`.
 
-        types: [B, T] of each token, 0 where None. mask: [B, T] bool, False where padding is.
-        gather: False: this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
+        Args:
+            types: [B, T] of each token, 0 where None.
+            mask: [B, T] bool, False where padding is.
+            gather: False: this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
         """
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
         x = self.encode(tokens_BT, types_BT=types, mask_BT=mask)

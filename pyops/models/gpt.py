@@ -342,8 +342,9 @@ class GPT(nn.Module):
         """Logits; with gather=False this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
         With targets, `loss`.
 
-        past: `new_past()`, and then the same again: the tokens follow those that were given with it
-        before.
+        Args:
+            past: `new_past()`, and then the same again: the tokens follow those that were given
+                with it before.
         """
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:
@@ -374,7 +375,8 @@ class GPT(nn.Module):
         """-ln p(target) over the tokens, the same on every rank, without whole logits; targets of
         -100 don't count.
 
-        reduction: "mean" over those that count, or "sum".
+        Args:
+            reduction: "mean" over those that count, or "sum".
         """
         result: Tensor = self(tokens_BT, targets_BT, reduction=reduction)
         return result
@@ -397,9 +399,10 @@ class GPT(nn.Module):
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, over tokens of `shape` (B, T).
 
-        step: keys it together with `seed`, so that another step drops other elements. The B
-        sequences are rows [first_row, first_row + B) of the step's global batch: whoever computes
-        them, the same elements fall.
+        Args:
+            step: Keys it together with `seed`, so that another step drops other elements. The B
+                sequences are rows [first_row, first_row + B) of the step's global batch: whoever
+                computes them, the same elements fall.
         """
         if self.config.dropout or self.config.attention_dropout:
             set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

@@ -103,8 +103,9 @@ class ModelLayout:
         """[B, T, D] of all tokens on every rank, of x as a rank holds it; shape: (B, T), needed
         where they are shared out.
 
-        duplicated: every rank does the same with it; otherwise each does a share of the work, and
-        gradients are summed.
+        Args:
+            duplicated: Every rank does the same with it; otherwise each does a share of the work,
+                and gradients are summed.
         """
         if not self.shared:
             return x

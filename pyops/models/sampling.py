@@ -25,10 +25,11 @@ def sample(
 ) -> Tensor:
     """The prompt [T] int64, T >= 1, followed by `num_tokens` drawn tokens.
 
-    context: how many of the last tokens the model is shown at most, no more than its sequence
-    length; when there are more, the older half is forgotten. A model that has `new_past`, as GPT,
-    computes each token once but then. temperature 0 takes the likeliest token. The draws are keyed
-    by `seed`: the same model continues the same way on any device.
+    Args:
+        context: How many of the last tokens the model is shown at most, no more than its sequence
+            length; when there are more, the older half is forgotten. A model that has `new_past`,
+            as GPT, computes each token once but then. temperature 0 takes the likeliest token. The
+            draws are keyed by `seed`: the same model continues the same way on any device.
     """
     if prompt.ndim != 1 or prompt.numel() == 0:
         raise ValueError(

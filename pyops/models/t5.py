@@ -361,8 +361,9 @@ class T5(nn.Module):
     ) -> Tensor:
         """Logits; with targets, the loss.
 
-        mask, decoder_mask: [B, S] and [B, T] bool, False where padding is. gather: False: this
-        rank's part of the vocabulary, [B, T, ceil(V / ranks)].
+        Args:
+            mask, decoder_mask: [B, S] and [B, T] bool, False where padding is.
+            gather: False: this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
         """
         shape, memory_shape = ((t.shape[0], t.shape[1]) for t in (decoder_BT, tokens_BS))
         memory = self.encode(tokens_BS, mask_BS=mask)
@@ -397,8 +398,9 @@ class T5(nn.Module):
         """-ln p(target), each given the tokens and the targets before it, the same on every rank;
         -100 does not count.
 
-        mask: [B, S] bool, False where padding is. reduction: "mean" over the targets that count, or
-        "sum".
+        Args:
+            mask: [B, S] bool, False where padding is.
+            reduction: "mean" over the targets that count, or "sum".
         """
         result: Tensor = self(
             tokens_BS, self.shifted(targets_BT), targets_BT, mask=mask, reduction=reduction

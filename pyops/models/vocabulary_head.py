@@ -49,7 +49,8 @@ class VocabularyHead(ColumnParallelLinear):
         """Cross entropy in nats without whole logits, the same on every rank; targets of -100 don't
         count.
 
-        reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
+        Args:
+            reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
         """
         # Where tokens are shared out, gathering them sums their gradient over the ranks; else the
         # loss does.

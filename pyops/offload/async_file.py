@@ -59,17 +59,18 @@ class AsyncFile:
     """A file of at least `nbytes` bytes for asynchronous reads and writes of tensors, of any size
     and at any offset.
 
-    path: a folder, in which a file without a name is made: its space is given back when it is
-    closed or the process ends,
-        however it does. Or, with temporary=False, a file, which is made if need be and stays.
-    nbytes: room that is reserved at once, and reads as zeros until it is written. OSError names the
-    file when there is none. engine: "io_uring", "threads", or "auto". direct: try O_DIRECT; without
-    it the page cache is used.
-    piece_bytes: how much one operation of the kernel moves; depth: how many of them are in its
-    hands (io_uring); threads: how
-        many threads move them otherwise.
-
-    engine, direct: what it came to. bytes_read, bytes_written: asked for so far.
+    Args:
+        path: A folder, in which a file without a name is made: its space is given back when it is
+            closed or the process ends, however it does. Or, with temporary=False, a file, which is
+            made if need be and stays.
+        nbytes: Room that is reserved at once, and reads as zeros until it is written. OSError names
+            the file when there is none.
+        engine: "io_uring", "threads", or "auto".
+        direct: Try O_DIRECT; without it the page cache is used.
+        piece_bytes: How much one operation of the kernel moves.
+        depth: How many of them are in its hands (io_uring).
+        threads: How many threads move them otherwise.
+        engine, direct: What it came to. bytes_read, bytes_written: asked for so far.
     """
 
     def __init__(

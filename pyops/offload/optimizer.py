@@ -35,24 +35,28 @@ Entry = dict[str, Any]
 class Offloaded:
     """Steps `optimizer` with its states in `where`.
 
-    optimizer: over contiguous parameters of one device. What it has in `state` already is taken
-    over, and its `state` is then
-        empty. param_groups stay as they are and may change from step to step: lr, say.
-    where: "cpu" (host memory; pinned when parameters are on CUDA) or a folder on the disk to use.
-    tile_bytes: states stepped at a time; a folder takes three tiles of memory. The result does not
-    depend on it.
-    targets: for some parameters in float32, a 16-bit (say) tensor of the same shape: the
-    parameter's values (or the target's,
-        where the parameter is one element, expanded) become a state, named
-        "master", its memory is given back, and the target is the rounded values after every step.
-
     nbytes: of all states. resident_bytes: of host memory that is used for them. close() gives both
     back.
 
-    TypeError for an optimizer that does not step each element by itself. ValueError for parameters
-    that are not contiguous or on several devices, for max_grad_norm (a tile does not know the norm
-    of the rest: clip before the step). OSError, naming the file, where the disk has no room, now,
-    or fails, in a step; a step that failed may have stepped a part of the tiles.
+    Args:
+        optimizer: Over contiguous parameters of one device. What it has in `state` already is taken
+            over, and its `state` is then empty. param_groups stay as they are and may change from
+            step to step: lr, say.
+        where: "cpu" (host memory; pinned when parameters are on CUDA) or a folder on the disk to
+            use.
+        tile_bytes: States stepped at a time; a folder takes three tiles of memory. The result does
+            not depend on it.
+        targets: For some parameters in float32, a 16-bit (say) tensor of the same shape: the
+            parameter's values (or the target's, where the parameter is one element, expanded)
+            become a state, named "master", its memory is given back, and the target is the rounded
+            values after every step.
+
+    Raises:
+        TypeError: For an optimizer that does not step each element by itself.
+        ValueError: For parameters that are not contiguous or on several devices, for max_grad_norm
+            (a tile does not know the norm of the rest: clip before the step).
+        OSError: Naming the file, where the disk has no room, now, or fails, in a step; a step that
+            failed may have stepped a part of the tiles.
     """
 
     def __init__(
@@ -202,9 +206,11 @@ class Offloaded:
         """One step of every parameter that has a gradient. Gradients are left as the optimizer
         leaves them.
 
-        gradients: by parameter, in any floating dtype, instead of those in `.grad`; not where
-        states stay in place. factor: what gradients are multiplied by. The optimizer's hooks of
-        steps run once per tile.
+        Args:
+            gradients: By parameter, in any floating dtype, instead of those in `.grad`; not where
+                states stay in place.
+            factor: What gradients are multiplied by. The optimizer's hooks of steps run once per
+                tile.
         """
         if factor is not None:
             require_memory(factor, "factor")

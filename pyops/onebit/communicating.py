@@ -71,8 +71,10 @@ class Communicating(FusedOptimizer):
     """The part of OneBitAdam, OneBitLAMB and ZeroOneAdam that speaks with other ranks; in front of
     the plain optimizer.
 
-    phase: in words. steps: taken so far, without the skipped ones. The other attributes are the
-    fields of its config.
+    Attributes:
+        phase: In words.
+        steps: Taken so far, without the skipped ones. The other attributes are the fields of its
+            config.
     """
 
     phase: str = ""

@@ -138,11 +138,13 @@ class OneCycle(_ClosedForm):
     """Up from `min_lr` to `max_lr` in `first` steps, down again in `second` (None: as many),
     momentum the other way.
 
-    momentum: (least, most) of beta1 for optimizers with betas, of momentum for others; most where
-    the rate is least, and after the cycle. beta2 stays as it is. None: leave momentum alone.
-    decay_rate: after the cycle the rate is min_lr / (1 + decay_rate * d), d steps later.
-
     Smith, A disciplined approach to neural network hyper-parameters, arXiv:1803.09820, section 4.
+
+    Args:
+        momentum: (least, most) of beta1 for optimizers with betas, of momentum for others; most
+            where the rate is least, and after the cycle. beta2 stays as it is. None: leave momentum
+            alone.
+        decay_rate: After the cycle the rate is min_lr / (1 + decay_rate * d), d steps later.
     """
 
     def __init__(
@@ -220,10 +222,11 @@ class LRRangeTest(_ClosedForm):
     """From `min_lr` to `max_lr` in `steps` steps, evenly in the rate's logarithm ("log") or in the
     rate ("linear").
 
-    stairs: in that many equal steps up; 0: at every step. Draw the loss against the rate;
-    `steepest` says where it falls fastest.
-
     Smith, Cyclical learning rates for training neural networks, WACV 2017, section 3.3.
+
+    Args:
+        stairs: In that many equal steps up; 0: at every step. Draw the loss against the rate;
+            `steepest` says where it falls fastest.
     """
 
     def __init__(

@@ -33,10 +33,6 @@ class PostValidation:
     """Trains `pipeline` with `optimizer`, any torch.optim.Optimizer over this rank's parameters; a
     call of `step` is a step.
 
-    max_grad_norm: gradients of the whole pipeline are scaled down to this 2-norm; None: a step is
-    only left out where they are not finite. A rank that sees by its own gradients alone that the
-    step can't stand does not try it.
-
     Until a step is validated a rank keeps a copy of its parameters and of the optimizer's states,
     and the step's gradients: for AdamW in float32 12 + 4 bytes for each parameter on top of the 16
     of parameter, gradient and states; with the next step's first backward the gradients are gone,
@@ -46,6 +42,11 @@ class PostValidation:
 
     grad_norm: of the last validated step, before scaling. skipped: steps left out. redone: steps
     that were taken back.
+
+    Args:
+        max_grad_norm: Gradients of the whole pipeline are scaled down to this 2-norm; None: a step
+            is only left out where they are not finite. A rank that sees by its own gradients alone
+            that the step can't stand does not try it.
     """
 
     def __init__(

@@ -30,16 +30,18 @@ __all__ = ["Arena"]
 class Arena:
     """`nbytes` of host memory, all of it in memory from now on, given out as tensors.
 
-    pin_memory: registered with CUDA as long as this object lives, so that copies from and to a GPU
-    overlap with computation.
-
     nbytes, used, peak: bytes in all, in tensors that are alive, and the most there were. room: what
     is free in one piece, above the mark. Every tensor begins at a page of 4096 bytes, and takes
     whole ones. A process that forks shares the memory with its child, and should leave it alone
     there.
 
-    ValueError for a size below 1; RuntimeError where the system has not so much memory, or pyops
-    was built without kernels.
+    Args:
+        pin_memory: Registered with CUDA as long as this object lives, so that copies from and to a
+            GPU overlap with computation.
+
+    Raises:
+        ValueError: For a size below 1.
+        RuntimeError: Where the system has not so much memory, or pyops was built without kernels.
     """
 
     def __init__(self, nbytes: int, *, pin_memory: bool = False) -> None:

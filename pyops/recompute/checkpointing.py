@@ -45,19 +45,6 @@ def checkpoint(
     as without checkpoint. Calls nest. Under torch.no_grad nothing is kept; without a backward, what
     was kept goes with the result.
 
-    partition_group: each rank of this process group keeps 1/n of every input, in
-    torch.tensor_split's parts, and all-gathers
-        them in backward. Inputs must be equal on its ranks (as within a tensor-parallel group),
-        which is not checked; ranks whose shapes differ all get pyops.comm's DisagreementError in
-        backward.
-    offload: "cpu" keeps CUDA inputs in pinned host memory; inputs in host memory stay where they
-    are.
-    arena: a pyops.recompute.Arena in which the copies lie one after the other; RuntimeError when
-    they don't fit. prefetch: a pyops.recompute.Prefetch, the same for the parts of one model: while
-    backward is in one part, the inputs of the
-        part before it are gathered, or copied to the GPU. One part's inputs more are whole at a
-        time.
-
     With one of these three, inputs are copied, and may be changed in place afterwards; without,
     that is autograd's usual RuntimeError in backward. Parameters among the arguments are never
     copied.
@@ -73,6 +60,19 @@ def checkpoint(
     none;
     in backward torch.utils.checkpoint.CheckpointError when the second run saves other tensors than
     the first.
+
+    Args:
+        partition_group: Each rank of this process group keeps 1/n of every input, in
+            torch.tensor_split's parts, and all-gathers them in backward. Inputs must be equal on
+            its ranks (as within a tensor-parallel group), which is not checked; ranks whose shapes
+            differ all get pyops.comm's DisagreementError in backward.
+        offload: "cpu" keeps CUDA inputs in pinned host memory; inputs in host memory stay where
+            they are.
+        arena: A pyops.recompute.Arena in which the copies lie one after the other; RuntimeError
+            when they don't fit.
+        prefetch: A pyops.recompute.Prefetch, the same for the parts of one model: while backward is
+            in one part, the inputs of the part before it are gathered, or copied to the GPU. One
+            part's inputs more are whole at a time.
     """
     plain = partition_group is None and offload is None and arena is None
     if plain and torch.compiler.is_compiling():  # which knows torch's checkpoint

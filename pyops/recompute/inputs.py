@@ -59,8 +59,10 @@ class Keeping:
     """What happens to inputs between forward and backward; pack and unpack are hooks of
     torch.autograd.graph.
 
-    group: inputs are equal on its ranks, and each keeps a part; None: whole. offload: CUDA tensors
-    go to pinned host memory. arena: where the copies lie; None: memory of their own.
+    Attributes:
+        group: Inputs are equal on its ranks, and each keeps a part; None: whole.
+        offload: CUDA tensors go to pinned host memory.
+        arena: Where the copies lie; None: memory of their own.
     """
 
     group: dist.ProcessGroup | None = None

@@ -26,8 +26,9 @@ __all__ = ["Inputs", "Prefetch"]
 class Inputs:
     """The kept inputs of one call; the hooks of torch.autograd.graph.saved_tensors_hooks.
 
-    before: the call before it, whose inputs are fetched when backward asks for these; kept alive
-    until then, so that every rank of a partition group fetches it.
+    Args:
+        before: The call before it, whose inputs are fetched when backward asks for these; kept
+            alive until then, so that every rank of a partition group fetches it.
     """
 
     def __init__(self, keeping: Keeping, before: Inputs | None) -> None:

@@ -52,14 +52,15 @@ def apply(
 ) -> list[str]:
     """Recompute every call of the chosen modules of `model`; returns their names.
 
-    modules: names as in `model.named_modules()`, with shell wildcards ("blocks.*.mlp"; a wildcard
-    stops at a dot); classes;
-        modules of the model. partition_group, offload, arena: see `checkpoint`. prefetch: while
-        backward is in one of them, the inputs of the one before it are fetched; False: each waits
-        for its own.
-
     ValueError, before anything is changed: a choice that no module answers to, a module that is
     chosen a second time.
+
+    Args:
+        modules: Names as in `model.named_modules()`, with shell wildcards ("blocks.*.mlp"; a
+            wildcard stops at a dot); classes; modules of the model.
+        partition_group, offload, arena: See `checkpoint`.
+        prefetch: While backward is in one of them, the inputs of the one before it are fetched;
+            False: each waits for its own.
     """
     keeping_of(partition_group, offload, arena, [])
     choices = [modules] if isinstance(modules, str | type | nn.Module) else list(modules)

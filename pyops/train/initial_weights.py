@@ -56,11 +56,15 @@ def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
 class FirstValues:
     """`ElasticCallbacks.initialize` of `Elastic`: called with a layer of `model` and its name.
 
-    model: on the meta device, or not. draw: draws a module's own parameters, not its children's.
-    weights: by name, in memory or in a checkpoint still; embedding and blocks begin with them, the
-    head does not.
-    ConfigError for a parameter that is not among the weights, or has another shape there, and for
-    weights that the model lacks.
+    Args:
+        model: On the meta device, or not.
+        draw: Draws a module's own parameters, not its children's.
+        weights: By name, in memory or in a checkpoint still; embedding and blocks begin with them,
+            the head does not.
+
+    Raises:
+        ConfigError: For a parameter that is not among the weights, or has another shape there, and
+            for weights that the model lacks.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ def how_to_fetch(path: Path | str, *, dataset: bool = False, bare: bool = False)
     """What a message about a missing `path` goes on with where it could be "owner/name" of the Hub;
     "" else.
 
-    dataset: a data set's name, not a model's. bare: a name without owner counts too, such as
-    "gpt2".
+    Args:
+        dataset: A data set's name, not a model's.
+        bare: A name without owner counts too, such as "gpt2".
     """
     name = str(path)
     found = NAME.fullmatch(name)

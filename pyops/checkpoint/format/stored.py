@@ -57,7 +57,8 @@ class Part:
 class Stored:
     """A tensor of a checkpoint. shape, dtype: the whole tensor's.
 
-    name: its path in the state. `explain` makes the CheckpointError of a file that is damaged.
+    Args:
+        name: Its path in the state. `explain` makes the CheckpointError of a file that is damaged.
     """
 
     def __init__(

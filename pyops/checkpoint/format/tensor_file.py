@@ -116,10 +116,16 @@ def write_tensors(
     """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each
     block]}.
 
-    tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor that
-    is made or read when its turn comes. One at a time is copied where it is not contiguous memory
-    already. in_order: they lie, and are read, in the order given; otherwise by the size of their
-    elements. TypeError for a dtype that a file can't hold, before the file is made; OSError.
+    Args:
+        tensors: On any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor
+            that is made or read when its turn comes. One at a time is copied where it is not
+            contiguous memory already.
+        in_order: They lie, and are read, in the order given; otherwise by the size of their
+            elements.
+
+    Raises:
+        TypeError: For a dtype that a file can't hold, before the file is made.
+        OSError.
     """
     check_dtypes(tensors)
     # Wide elements first, so that every tensor lies at a multiple of its element's size.
@@ -156,12 +162,13 @@ def _put(descriptor: int, data: memoryview, checksums: _Checksums) -> None:
 class TensorFile:
     """A file, read in pieces. Nothing stays open between two calls.
 
-    expected: {"bytes", "block", "crc32": [...]} as `write_tensors` gave it; {"bytes", "crc32": one
-    number} for a file that is one block; None for a file of which nothing is known, which is then
-    compared with nothing.
-
     entries: {name: Entry}. Raises OSError, and ValueError saying what is wrong, without the file's
     name.
+
+    Args:
+        expected: {"bytes", "block", "crc32": [...]} as `write_tensors` gave it; {"bytes", "crc32":
+            one number} for a file that is one block; None for a file of which nothing is known,
+            which is then compared with nothing.
     """
 
     def __init__(self, path: Path, expected: Mapping[str, Any] | None = None) -> None:

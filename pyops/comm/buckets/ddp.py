@@ -209,16 +209,18 @@ def ddp_hook(
     """(state, hook) for `DistributedDataParallel.register_comm_hook`: every bucket's mean by
     `compressed_all_reduce`.
 
-    codec: the same on every rank, or DisagreementError in backward. group: DDP's; None: all ranks.
-    model: the module, or its DDP, for the names under which `state.state_dict()` saves the errors;
-    training alone does not need it.
-
     Works with no_sync, find_unused_parameters, static_graph and gradient_as_bucket_view. Of a
     parameter that no rank used, DDP throws away what came out of the reduction, and a hook is not
     told: that part of its errors is lost. One rank alone compresses nothing. On CUDA not yet run.
     TypeError for what is no codec.
 
     Li et al., PyTorch Distributed, VLDB 2020; error feedback: Karimireddy et al., ICML 2019.
+
+    Args:
+        codec: The same on every rank, or DisagreementError in backward.
+        group: DDP's; None: all ranks.
+        model: The module, or its DDP, for the names under which `state.state_dict()` saves the
+            errors; training alone does not need it.
     """
     check_initialized("ddp_hook", group)
     if not isinstance(codec, Codec):

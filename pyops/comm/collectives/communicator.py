@@ -68,8 +68,9 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 class Communicator:
     """One rank's state for one group. `rank` and `size` are of the group. Use `Communicator.of`.
 
-    presumed_costs: what "auto" need not measure, by (device type, dtype); the same on every rank. A
-    table counts where it has every algorithm that can run.
+    Args:
+        presumed_costs: What "auto" need not measure, by (device type, dtype); the same on every
+            rank. A table counts where it has every algorithm that can run.
     """
 
     presumed_costs: ClassVar[Mapping[tuple[str, str], probe.Table]] = {}
@@ -165,7 +166,8 @@ class Communicator:
     ) -> Any:
         """Run `call(spins)` in the order of calls. Returns its tensor, or a Work when `async_op`.
 
-        direct: the call only puts work on a CUDA stream, so it never goes to the thread.
+        Args:
+            direct: The call only puts work on a CUDA stream, so it never goes to the thread.
         """
         self.sequence += 1
         number = self.sequence
@@ -213,8 +215,9 @@ class Communicator:
         CommunicationError with its text in the collective that they come to next. Where all ranks
         leave, the group is as good as before.
 
-        device: of the tensors in that collective. Over NCCL ranks don't compare what they call: the
-        others then hear nothing.
+        Args:
+            device: Of the tensors in that collective. Over NCCL ranks don't compare what they call:
+                the others then hear nothing.
         """
         if self.size > 1 and (device.type == "cpu" or self.backend(device) == "gloo"):
             with contextlib.suppress(Exception):

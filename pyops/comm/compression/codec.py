@@ -34,9 +34,10 @@ class Codec(ABC):
     """What every codec can do. Tensors of numbers are flat and contiguous, payloads uint8
     [payload_bytes(n)] of n numbers.
 
-    feedback: whether what is left out should be added the next time (`error`). multiple: a tensor
-    is cut into pieces at multiples of so many numbers. streams: whether pieces can be encoded
-    before the whole tensor has been seen.
+    Attributes:
+        feedback: Whether what is left out should be added the next time (`error`).
+        multiple: A tensor is cut into pieces at multiples of so many numbers.
+        streams: Whether pieces can be encoded before the whole tensor has been seen.
     """
 
     feedback: bool = True
@@ -76,9 +77,13 @@ class Codec(ABC):
     ) -> None:
         """payload <- x + error; error <- x + error - what was written.
 
-        x: fp32, bf16 or fp16. error: fp32, of x's size. flag: fp32 [1], set to 1 where a number is
-        not finite. scale: that of `scale_of`. seed, offset: for rounding at random, the key of this
-        call and x's first position in its tensor.
+        Args:
+            x: fp32, bf16 or fp16.
+            error: fp32, of x's size.
+            flag: fp32 [1], set to 1 where a number is not finite.
+            scale: That of `scale_of`.
+            seed, offset: For rounding at random, the key of this call and x's first position in its
+                tensor.
         """
 
     @abstractmethod

@@ -64,11 +64,13 @@ class ErrorFeedback:
     """The errors of one rank of `size` for one tensor, or for the tensors of a layout in one flat
     tensor.
 
-    tensors: a FlatLayout, or the number of elements. communicator: gives rank and size.
-
     worker: fp32 [numel]. server: fp32, of this rank's chunk [starts[rank], starts[rank + 1]).
     overflowed: fp32 [1], 1 once a number that was not finite came by; the caller clears it. rounds:
     collectives so far, which keys rounding at random.
+
+    Args:
+        tensors: A FlatLayout, or the number of elements.
+        communicator: Gives rank and size.
     """
 
     def __init__(

@@ -208,7 +208,8 @@ def unit_columns(q: Tensor, *, fresh: Tensor, squares: Tensor | None = None) -> 
     """q [K, r, m] with columns of length 1; one of length zero is taken from `fresh`, or it would
     stay zero for ever.
 
-    squares: q's `squared_lengths`, where they are known.
+    Args:
+        squares: Q's `squared_lengths`, where they are known.
     """
     squares = (squared_lengths(q) if squares is None else squares)[..., None]
     return torch.where(squares > 0, (q.double() * scale_of(squares)).float(), fresh)

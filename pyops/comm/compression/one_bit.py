@@ -28,9 +28,10 @@ class OneBit(Codec):
     """The signs, and one scale per block. rule: "l1", the mean of |u|, loses least; "rms" is
     DeepSpeed's.
 
-    block: a multiple of 64; None: one scale for a rank's whole tensor, and one for what each rank
-    sums, as DeepSpeed has it. That needs a pass over the tensor before the first bit can leave, so
-    nothing overlaps.
+    Attributes:
+        block: A multiple of 64; None: one scale for a rank's whole tensor, and one for what each
+            rank sums, as DeepSpeed has it. That needs a pass over the tensor before the first bit
+            can leave, so nothing overlaps.
     """
 
     block: int | None = 2048

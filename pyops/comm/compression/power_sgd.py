@@ -297,9 +297,10 @@ def low_rank_mean(
     """flat = factor * (mean over ranks of flat + error, at low rank), in place; the error becomes
     what was left out.
 
-    flat: laid out as memory.layout; padding stays as it is. exchange(x): x = mean of x over the
-    ranks, fp32, the same bits everywhere. A matrix whose P or Q is not finite on any rank becomes
-    nan, and its error and directions stay as they were.
+    Args:
+        flat: Laid out as memory.layout; padding stays as it is. exchange(x): x = mean of x over the
+            ranks, fp32, the same bits everywhere. A matrix whose P or Q is not finite on any rank
+            becomes nan, and its error and directions stay as they were.
     """
     if flat.dtype != torch.float32:
         wide = flat.float()

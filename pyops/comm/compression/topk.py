@@ -28,9 +28,10 @@ class TopK(Codec):
     """The `ratio` of a piece's numbers that are largest in magnitude, rounded up, in fp32: 8 bytes
     for each that is sent.
 
-    ratio: above 0, at most 1. A piece is what one message carries, not the whole tensor; an owner
-    keeps the same ratio of the sum. Where a number of a piece is not finite, the largest ones
-    arrive as nan and the piece's error stays as it was.
+    Attributes:
+        ratio: Above 0, at most 1. A piece is what one message carries, not the whole tensor; an
+            owner keeps the same ratio of the sum. Where a number of a piece is not finite, the
+            largest ones arrive as nan and the piece's error stays as it was.
     """
 
     ratio: float = 0.01

@@ -44,22 +44,25 @@ class ActivationCache:
     """Activations of `samples` samples, each of `shape` and `dtype`, keyed by (sample, depth,
     seed).
 
-    stored: the dtype in memory (default: dtype), such as torch.bfloat16: half the bytes, rounded.
-    budget: bytes at most; the
-        samples beyond go to the disk, or are never kept. disk: a folder, for a file that takes
-        them; disk_budget: its bytes at
-        most. group: the processes of one host that share it; each of them makes it. None: this
-        process alone.
-
     What a process puts others may get after the next collective of theirs; two must not put the
     same sample at one time, which a sampler that gives each sample to one replica takes care of. A
     process that dies in a put leaves its samples without a value. A disk that fails later is given
     up, said once: memory goes on.
 
-    ValueError for sizes that make no sense and a budget below one sample; MemoryError when there is
-    not so much memory; OSError when a process can't open it (another host, no /proc), and when the
-    disk has not so much room: on every rank alike, so that all can go on without it, as
-    `open_cache` does.
+    Args:
+        stored: The dtype in memory (default: dtype), such as torch.bfloat16: half the bytes,
+            rounded.
+        budget: Bytes at most; the samples beyond go to the disk, or are never kept.
+        disk: A folder, for a file that takes them.
+        disk_budget: Its bytes at most.
+        group: The processes of one host that share it; each of them makes it. None: this process
+            alone.
+
+    Raises:
+        ValueError: For sizes that make no sense and a budget below one sample.
+        MemoryError: When there is not so much memory.
+        OSError: When a process can't open it (another host, no /proc), and when the disk has not so
+            much room: on every rank alike, so that all can go on without it, as `open_cache` does.
     """
 
     def __init__(
@@ -123,7 +126,9 @@ class ActivationCache:
         """Keep values [n, *shape] of samples [n], in place of what was there of them; how many were
         kept.
 
-        depth: how many layers made them. seed: of the augmentation; 0 where there is none.
+        Args:
+            depth: How many layers made them.
+            seed: Of the augmentation; 0 where there is none.
         """
         if tuple(values.shape) != (len(samples), *self.shape):
             raise ValueError(
@@ -259,8 +264,9 @@ def open_cache(
     """An ActivationCache, or None on every rank where there is no room for it, said once: training
     goes on without.
 
-    budget: None: half of the memory that is free to the first rank (`free_memory`). disk: where
-    there is no room for the file, memory alone.
+    Args:
+        budget: None: half of the memory that is free to the first rank (`free_memory`).
+        disk: Where there is no room for the file, memory alone.
     """
     first = group is None or dist.get_rank(group) == 0
     if budget is None:

@@ -56,11 +56,10 @@ def measure(
     """The shortest of `rounds`, of a batch like those of training: inputs, samples and named
     arguments as in a forward.
 
-    samples: the true numbers of these rows, as their values are put; spread over all samples, so
-    that each tier has its part.
-        Those that the budget leaves out count for nothing. None where the prefix has no cache, or
-        loses it now, and where
-        nothing of these was kept.
+    Args:
+        samples: The true numbers of these rows, as their values are put; spread over all samples,
+            so that each tier has its part. Those that the budget leaves out count for nothing. None
+            where the prefix has no cache, or loses it now, and where nothing of these was kept.
     """
     values = prefix(*inputs, samples=samples, **named)  # and the check of its chunks
     cache, real = prefix.cache, samples.to("cpu", torch.int64) != PADDING
@@ -93,9 +92,12 @@ def reading_pays(
     """Whether to read, the same on all ranks of the group. All call it; None: of one that has
     nothing to read.
 
-    mode: "on" and "off" decide by themselves; "auto": if compute > put + get, added up over the
-    ranks.
-    ValueError, on every rank, for another mode.
+    Args:
+        mode: "on" and "off" decide by themselves; "auto": if compute > put + get, added up over the
+            ranks.
+
+    Raises:
+        ValueError: On every rank, for another mode.
     """
     check_initialized("reading_pays", group)
     error = (

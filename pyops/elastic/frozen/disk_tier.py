@@ -43,9 +43,12 @@ class PendingRead(NamedTuple):
 class DiskTier:
     """`records` tensors of `shape` and `dtype` in a file in `folder`, each from a page's start on.
 
-    group: the processes of one host that share it; each makes it. None: this process alone.
-    OSError, on every rank alike, when there is no room. A record's `version` is whatever changes
-    when others write it: what was read ahead of another is dropped.
+    Args:
+        group: The processes of one host that share it; each makes it. None: this process alone.
+
+    Raises:
+        OSError: On every rank alike, when there is no room. A record's `version` is whatever
+            changes when others write it: what was read ahead of another is dropped.
     """
 
     def __init__(

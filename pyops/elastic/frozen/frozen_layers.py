@@ -40,25 +40,23 @@ class FrozenLayers(nn.Module):
     """`layers`, frozen: in evaluation, without gradients. The output is one tensor [n, ...], the
     same number of values for all samples.
 
-    layers: from the model's first; their parameters want no gradients from now on, shared ones too
-    (a head that is tied to the
-        embedding). What one returns the next takes, a tuple as several arguments.
-    cache: what they say to samples that are numbered is read from there, and kept there;
-    `prefix.cache = None` ends that. When
-        reading or keeping fails for want of memory or disk, or of a disk, it ends by itself, said
-        once.
-    chunk: rows that are computed at a time. At the first forward it is halved until a sample's bits
-    are found to depend neither
-        on its place nor on the others, at the latest at 1.
-    stored: a dtype to which the output of each layer is rounded, and back; that of the cache by
-    default. A cache of 16 bits is
-        then of a run whose frozen layers are rounded: the bits are no longer those without it, but
-        still the same whether they
-        are read, gone on from or computed, now or after a restart.
-
     seed: of the augmentation that made the inputs, to be set before each epoch that changes it; 0
     where there is none. ValueError for no layers, a chunk below 1 and a cache that rounds otherwise
     than `stored`.
+
+    Args:
+        layers: From the model's first; their parameters want no gradients from now on, shared ones
+            too (a head that is tied to the embedding). What one returns the next takes, a tuple as
+            several arguments.
+        cache: What they say to samples that are numbered is read from there, and kept there;
+            `prefix.cache = None` ends that. When reading or keeping fails for want of memory or
+            disk, or of a disk, it ends by itself, said once.
+        chunk: Rows that are computed at a time. At the first forward it is halved until a sample's
+            bits are found to depend neither on its place nor on the others, at the latest at 1.
+        stored: A dtype to which the output of each layer is rounded, and back; that of the cache by
+            default. A cache of 16 bits is then of a run whose frozen layers are rounded: the bits
+            are no longer those without it, but still the same whether they are read, gone on from
+            or computed, now or after a restart.
     """
 
     def __init__(
@@ -108,11 +106,12 @@ class FrozenLayers(nn.Module):
     def forward(self, *inputs: Any, samples: Tensor | None = None, **named: Any) -> Tensor:
         """The last layer's output for each row, [n, ...].
 
-        inputs: of the first layer, tensors [n, ...]. named: arguments that layers name: tensors [n,
-        ...] go by rows, others
-            whole, and `shape` (rows, ...) with the rows of a chunk.
-        samples: [n] int64, the number of each row in the cache; PADDING gets zeros. None: nothing
-        is read or kept.
+        Args:
+            inputs: Of the first layer, tensors [n, ...].
+            named: Arguments that layers name: tensors [n, ...] go by rows, others whole, and
+                `shape` (rows, ...) with the rows of a chunk.
+            samples: [n] int64, the number of each row in the cache; PADDING gets zeros. None:
+                nothing is read or kept.
         """
         rows = num_rows(inputs)
         if not rows:

@@ -86,8 +86,9 @@ class HostCache:
         """Let these frozen layers be read and kept, if that pays; the same answer on all ranks,
         which all call it.
 
-        prefix: of this rank, None where it has none. replica: this rank's, so that no two measure
-        with the same samples.
+        Args:
+            prefix: Of this rank, None where it has none.
+            replica: This rank's, so that no two measure with the same samples.
         """
         if not self._wanted:
             return False

@@ -48,7 +48,8 @@ def take(
     """Give a layer memory on `device`, and these values by its own names of them; None: those that
     it has, or its first ones.
 
-    initialize: fills a layer that has none, and tables, which nobody can send.
+    Args:
+        initialize: Fills a layer that has none, and tables, which nobody can send.
     """
     if values is None and is_held(layer):
         values = {name: tensor.clone() for name, tensor in values_of(layer).items()}

@@ -115,14 +115,15 @@ def carry(
     """This rank's {layer: state} in `new`, with the bits of `transition`. A collective: every rank
     of the layouts calls it.
 
-    state: of this rank in `old`; empty where it is idle. group: of all ranks, in their order, that
-    carries CPU tensors. device: where what comes shall be; what stays is not touched. Layers go one
-    at a time, each as one run of bytes; the tensors of a layer that came are views of one piece of
-    memory.
-
     Before anything is sent, ValueError or TypeError on every rank for a state of other layers, for
     what can't be sent, for ranks that differ in the layouts. CommunicationError, which names it, on
     every rank, for a rank that is lost.
+
+    Args:
+        state: Of this rank in `old`; empty where it is idle.
+        group: Of all ranks, in their order, that carries CPU tensors.
+        device: Where what comes shall be; what stays is not touched. Layers go one at a time, each
+            as one run of bytes; the tensors of a layer that came are views of one piece of memory.
     """
     check_initialized("carry", group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0

@@ -49,9 +49,12 @@ def make_control_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup
     """A new Gloo group of all ranks, for carrying states and for waiting; None where
     torch.distributed is not running.
 
-    patience: seconds that a rank waits in it for one that comes late: for waiting, longer than from
-    one decision to the next; None: as long as in the default group. A rank that dies is noticed at
-    once. A collective; destroy it with torch.distributed.destroy_process_group.
+    A collective; destroy it with torch.distributed.destroy_process_group.
+
+    Args:
+        patience: Seconds that a rank waits in it for one that comes late: for waiting, longer than
+            from one decision to the next; None: as long as in the default group. A rank that dies
+            is noticed at once.
     """
     check_initialized("make_control_group")
     if not dist.is_initialized():
@@ -105,8 +108,9 @@ class RunGroups:
     """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not
     running. A collective.
 
-    patience: seconds that a rank waits in `waiting_group`; in `control_group` it is as long as in
-    the default group.
+    Args:
+        patience: Seconds that a rank waits in `waiting_group`; in `control_group` it is as long as
+            in the default group.
     """
 
     def __init__(self, *, patience: float) -> None:
@@ -153,18 +157,19 @@ class LayoutGroups:
     """This rank's groups in `layout`. A collective: every rank of `control_group` calls it,
     those that are idle too.
 
-    control_group: of all ranks, in their order; None: one process alone. timeout: of the groups'
-    collectives in seconds, by default that of the default group.
-
-    pp_group: of this rank's replica, by stage; None with one stage, and on an idle rank.
-    dp_group: of the ranks that hold this rank's stage, by replica; None with one replica, and on an
-    idle rank.
-
     Of each group an address for each member stays in the store by which they found one another, for
     as long as that lives.
 
-    ValueError, on every rank alike, for another number of ranks, and for layouts that differ
-    between ranks.
+    Args:
+        control_group: Of all ranks, in their order; None: one process alone.
+        timeout: Of the groups' collectives in seconds, by default that of the default group.
+        pp_group: Of this rank's replica, by stage; None with one stage, and on an idle rank.
+        dp_group: Of the ranks that hold this rank's stage, by replica; None with one replica, and
+            on an idle rank.
+
+    Raises:
+        ValueError: On every rank alike, for another number of ranks, and for layouts that differ
+            between ranks.
     """
 
     pp_group: dist.ProcessGroup | None = None

@@ -22,12 +22,14 @@ __all__ = ["Layout"]
 class Layout:
     """Rank r is stage r % stages of replica r // stages; ranks from stages * replicas on are idle.
 
-    ranks: how many there are, idle ones too. boundaries: the first layer of each stage, and the
-    number of layers. frozen: how many layers, not blocks, are frozen. micro_batches: of a step of
-    each pipeline.
-
     ValueError, which names it, for what makes no sense. The last layer, the head, is never frozen;
     stage 0 may be the frozen prefix alone.
+
+    Attributes:
+        ranks: How many there are, idle ones too.
+        boundaries: The first layer of each stage, and the number of layers.
+        frozen: How many layers, not blocks, are frozen.
+        micro_batches: Of a step of each pipeline.
     """
 
     ranks: int

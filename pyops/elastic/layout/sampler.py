@@ -54,18 +54,19 @@ class ReplicaBatch:
 class Sampler:
     """The samples of one of `replicas` replicas, batch by batch, without end.
 
-    samples: how many there are, numbered from 0. batch: with batch_policy="global" of all replicas
-    together, which a change of
-        their number leaves as it is, and with it the losses; with "replica" of each, so that the
-        global batch changes.
-    lr_rule: with batch_policy="replica", how the learning rate follows the global batch, r times
-    that of the start:
-        "linear" (r; Goyal et al., 2017), "sqrt", or "constant". `lr_factor` says by how much;
-        nobody multiplies by it here.
-    shuffle: False: 0, 1, 2, ... in every epoch.
+    Args:
+        samples: How many there are, numbered from 0.
+        batch: With batch_policy="global" of all replicas together, which a change of their number
+            leaves as it is, and with it the losses; with "replica" of each, so that the global
+            batch changes.
+        lr_rule: With batch_policy="replica", how the learning rate follows the global batch, r
+            times that of the start: "linear" (r; Goyal et al., 2017), "sqrt", or "constant".
+            `lr_factor` says by how much; nobody multiplies by it here.
+        shuffle: False: 0, 1, 2, ... in every epoch.
 
-    ValueError for numbers that make no sense. Fewer samples than replicas are no error: some have
-    empty shares.
+    Raises:
+        ValueError: For numbers that make no sense. Fewer samples than replicas are no error: some
+            have empty shares.
     """
 
     def __init__(

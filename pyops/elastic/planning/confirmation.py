@@ -37,15 +37,15 @@ def confirm(
     """The packing with the number of micro-batches that the trial finds fastest; the same on all
     ranks of the group.
 
-    measure: measure(count) -> seconds of a step of the batch in so many micro-batches, such as its
-    forward and backward, whose
-        gradients are then dropped. Every rank calls it as often, in the same order: `rounds` times
-        for each of the best `most`
-        numbers in packing.simulated, in turn, so that the machine's slow moments hit all alike. The
-        median counts.
-
     What measure raises on one rank is raised on all. ValueError for no rounds, nothing to try, or
     seconds that are none.
+
+    Args:
+        measure: measure(count) -> seconds of a step of the batch in so many micro-batches, such as
+            its forward and backward, whose gradients are then dropped. Every rank calls it as
+            often, in the same order: `rounds` times for each of the best `most` numbers in
+            packing.simulated, in turn, so that the machine's slow moments hit all alike. The median
+            counts.
     """
     check_initialized("confirm", group)
     for what, value in (("most", most), ("rounds", rounds)):
@@ -80,8 +80,11 @@ def fastest(measured: Sequence[Mapping[int, float]]) -> int:
     """The number of micro-batches with which the slowest rank is the fastest; of equal ones that
     with the fewest.
 
-    measured: of each rank {number: seconds}. ValueError for ranks that tried other numbers, and for
-    seconds that are none.
+    Args:
+        measured: Of each rank {number: seconds}.
+
+    Raises:
+        ValueError: For ranks that tried other numbers, and for seconds that are none.
     """
     if not measured or not measured[0]:
         raise ValueError(

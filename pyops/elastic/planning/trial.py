@@ -24,10 +24,13 @@ class Trial:
     """trial(count) -> seconds; all ranks of a pipeline call it. The same pipeline is used for each
     trial of a number.
 
-    make: (count) -> a pipeline of this rank's stage in so many micro-batches, over layers without
-    gradients. rows: of a replica's batch. first: the number of its first sample, so that no two
-    replicas keep the same ones; of so many samples. numbered: the pipeline's first layer takes the
-    samples' numbers.
+    Args:
+        make: (count) -> a pipeline of this rank's stage in so many micro-batches, over layers
+            without gradients.
+        rows: Of a replica's batch.
+        first: The number of its first sample, so that no two replicas keep the same ones; of so
+            many samples.
+        numbered: The pipeline's first layer takes the samples' numbers.
     """
 
     def __init__(

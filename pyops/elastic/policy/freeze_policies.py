@@ -33,10 +33,12 @@ class Policy(ABC):
     def decide(self, norms: Sequence[float], frozen: int) -> int:
         """How many layers to freeze from now on: frozen ... len(norms).
 
-        norms: the gradient norm of each layer since the last decision; those of frozen layers are
-        not looked at. frozen: how many are frozen now. Called once for each decision: policies
-        count. ValueError, and no change, for a number of frozen layers that there can't be, or a
-        norm of an active layer that is no number, 0 or more.
+        Args:
+            norms: The gradient norm of each layer since the last decision; those of frozen layers
+                are not looked at.
+            frozen: How many are frozen now. Called once for each decision: policies count.
+                ValueError, and no change, for a number of frozen layers that there can't be, or a
+                norm of an active layer that is no number, 0 or more.
         """
         norms = tuple(float(norm) for norm in norms)
         if isinstance(frozen, bool) or not isinstance(frozen, int) or not 0 <= frozen <= len(norms):
@@ -89,7 +91,8 @@ class Bound(Policy):
     denominator up to 10^6 and reckoned with exactly: 1 / 3 of 12 layers are 4, not 5. If the
     caller's `frozen` is not what the bound was, the rule goes on from there.
 
-    alpha: more than 0, less than 1; ValueError otherwise.
+    Args:
+        alpha: More than 0, less than 1; ValueError otherwise.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -153,8 +156,9 @@ class PercentileOfChange(Policy):
     decision has nothing to compare with and freezes none; the largest change is never less than a
     percentile, so the last active layer stays active.
 
-    percent: 0 (freezes nothing) to 100; ValueError otherwise, and when the number of layers
-    changes.
+    Args:
+        percent: 0 (freezes nothing) to 100; ValueError otherwise, and when the number of layers
+            changes.
     """
 
     def __init__(self, percent: float = 50.0) -> None:

@@ -24,11 +24,12 @@ __all__ = ["Meter"]
 class Meter:
     """Norms of the gradients of layers, for a policy.
 
-    layers: for each layer a module, its parameters, or their names; a rank of a pipeline gives an
-    empty list for those that others hold. Of a parameter counts `main_grad` where it has one that
-    is filled, else `grad`; none counts as zero, as that of a frozen layer. With names, `observe` is
-    given the squares: `ZeroOptimizer.gradient_squares()` tells them, which leaves no gradient on
-    the parameters.
+    Args:
+        layers: For each layer a module, its parameters, or their names; a rank of a pipeline gives
+            an empty list for those that others hold. Of a parameter counts `main_grad` where it has
+            one that is filled, else `grad`; none counts as zero, as that of a frozen layer. With
+            names, `observe` is given the squares: `ZeroOptimizer.gradient_squares()` tells them,
+            which leaves no gradient on the parameters.
     """
 
     def __init__(self, layers: Sequence[nn.Module | Iterable[Tensor] | Iterable[str]]) -> None:
@@ -54,10 +55,14 @@ class Meter:
         """Add the gradients that are there now: after backward and reduction, before they are
         zeroed. Waits for no device.
 
-        squares: by name, where the layers are names; a name that is not there counts as zero.
-        scale: what the gradients are multiplied with, such as the loss scale. A step with a
-        gradient that is not finite counts nothing. ValueError for layers of names without squares,
-        or of parameters with them, and for squares of none of the names.
+        Args:
+            squares: By name, where the layers are names; a name that is not there counts as zero.
+            scale: What the gradients are multiplied with, such as the loss scale. A step with a
+                gradient that is not finite counts nothing.
+
+        Raises:
+            ValueError: For layers of names without squares, or of parameters with them, and for
+                squares of none of the names.
         """
         if squares is not None or self._named:
             found = self._squares_of(squares)
@@ -116,11 +121,14 @@ class Meter:
     def take(self, *, group: dist.ProcessGroup | None = None, shared: bool = False) -> list[float]:
         """The norms since the last call, and begin anew.
 
-        shared: layers, or parts of them, are shared out over the ranks of `group` (a pipeline's,
-        tensor parallel ranks'): means of squares are summed over it, in the order of ranks; all of
-        them call it and have the same norms afterwards. A parameter that several of them hold whole
-        must then be given by one alone. ValueError, on every rank alike, if a rank has no step that
-        it measured.
+        Args:
+            shared: Layers, or parts of them, are shared out over the ranks of `group` (a
+                pipeline's, tensor parallel ranks'): means of squares are summed over it, in the
+                order of ranks; all of them call it and have the same norms afterwards. A parameter
+                that several of them hold whole must then be given by one alone.
+
+        Raises:
+            ValueError: On every rank alike, if a rank has no step that it measured.
         """
         mine = [*self._squares.tolist(), self._steps.item()]
         all_of = gather(mine, group=group) if shared else [mine]

@@ -328,15 +328,18 @@ class Elastic:
     ) -> Step:
         """One step with this rank's part of a batch; every active rank calls it.
 
-        inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. lr: takes the
-        place of the optimizer's default; parameter groups that were given another keep its ratio to
-        that. flag: of this rank; the Step says whether any set it, such as one that was asked to
-        stop. augmentation: a number that tells apart the inputs that a sample has at different
-        times, 0 where they are always the same: what is kept of one is not read for another.
-
         What goes wrong in the forward or backward of one rank is raised on all active ones; the
         next step may come. What goes wrong in its optimizer, while others take the step, is raised
         on all at whatever they call next, and again at what comes then: go on from a checkpoint.
+
+        Args:
+            inputs, target, named: As for `Pipeline.step`, of the rows `share.samples`.
+            lr: Takes the place of the optimizer's default; parameter groups that were given another
+                keep its ratio to that.
+            flag: Of this rank; the Step says whether any set it, such as one that was asked to
+                stop.
+            augmentation: A number that tells apart the inputs that a sample has at different times,
+                0 where they are always the same: what is kept of one is not read for another.
         """
         worker = self._runtime.worker
         if worker is None:
@@ -370,10 +373,15 @@ class Elastic:
         """The sum of score(what the last layer returns, target) over `count` held-out samples,
         shared out over the replicas; on every rank, which all call it.
 
-        rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named
-        arguments. cached: these are the run's `held_out` samples, the same rows in each call with
-        it, so that what frozen layers say of them is kept and read. ValueError for another count of
-        these. What rows_of or score raises on one rank is raised on all.
+        Args:
+            rows_of: A portion, whose samples are numbers of held-out samples, -> inputs, target,
+                named arguments.
+            cached: These are the run's `held_out` samples, the same rows in each call with it, so
+                that what frozen layers say of them is kept and read.
+
+        Raises:
+            ValueError: For another count of these. What rows_of or score raises on one rank is
+                raised on all.
         """
         if cached and count != self.data.held_out:
             raise ValueError(

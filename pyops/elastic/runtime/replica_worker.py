@@ -44,13 +44,12 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 class ReplicaWorker:
     """This rank's part in `layout`.
 
-    layers: all of the model, by name, in order; those of this rank have memory and values. prefix:
-    the frozen ones as one
-        module, None where none is frozen. states: what `states` of an earlier worker gave, or
-        empty.
-    before: (names of a stage's layers, layers, micro-batch) before each forward of active layers.
-    loss, of `connect`: (what the
-        last layer returns, target) -> the sum over rows.
+    Args:
+        layers: All of the model, by name, in order; those of this rank have memory and values.
+        prefix: The frozen ones as one module, None where none is frozen.
+        states: What `states` of an earlier worker gave, or empty.
+        before: (names of a stage's layers, layers, micro-batch) before each forward of active
+            layers. loss, of `connect`: (what the last layer returns, target) -> the sum over rows.
     """
 
     def __init__(
@@ -145,8 +144,9 @@ class ReplicaWorker:
         """The loss, summed over the batch of all replicas, on each rank; gradients are summed over
         them, times `scale`.
 
-        flag: of this rank; `flagged` says after `step` whether it was set on any. What the pipeline
-        of one replica raises is raised in all.
+        Args:
+            flag: Of this rank; `flagged` says after `step` whether it was set on any. What the
+                pipeline of one replica raises is raised in all.
         """
         for buffer in self.buffers:
             buffer.zero_grad()
@@ -190,9 +190,10 @@ class ReplicaWorker:
     def update(self, norm: float, *, lr: float, max_grad_norm: float | None) -> None:
         """One optimizer step with these gradients, of that norm; nothing where it is not finite.
 
-        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to
-        that. What the optimizer raises while other ranks take the step is kept as `failure`: they
-        would wait for a rank that leaves now.
+        Args:
+            lr: In place of the optimizer's default; parameter groups with another one keep its
+                ratio to that. What the optimizer raises while other ranks take the step is kept as
+                `failure`: they would wait for a rank that leaves now.
         """
         if self.optimizer is None or not math.isfinite(norm):
             return

@@ -157,8 +157,9 @@ def check_agreed(
     """ValueError on every rank, with both values, for an option or a layer that differs between
     ranks. A collective.
 
-    options: plain values. Of layers the names, and the names, shapes and dtypes of their parameters
-    count.
+    Args:
+        options: Plain values. Of layers the names, and the names, shapes and dtypes of their
+            parameters count.
     """
     described = {name: repr(value) for name, value in options.items()}
     for name, layer in layers.items():

@@ -29,9 +29,11 @@ def scored(
     """The sum of score(what the last layer returns, target) over these portions, on the rank of the
     last stage; 0 on others.
 
-    first: the number of the first held-out sample in the cache; None: nothing is read there. What
-    goes wrong on one rank is raised there, and on all of its pipeline before the next portion.
-    waiting_group: where idle ranks wait, and hear of one that is lost.
+    Args:
+        first: The number of the first held-out sample in the cache; None: nothing is read there.
+            What goes wrong on one rank is raised there, and on all of its pipeline before the next
+            portion.
+        waiting_group: Where idle ranks wait, and hear of one that is lost.
     """
     total = 0.0
     error: Exception | None = None

@@ -28,14 +28,20 @@ __all__ = ["Architecture", "Entry"]
 class Architecture:
     """One architecture of Hugging Face, and the model of ours that computes it.
 
-    kind: model_type of config.json. classes: what "architectures" may say there; the first unless
-    `write` says otherwise. names: of a configuration, our parameters' names to packings, with {i}
-    for a layer's number. read: config.json, and the names in the files, to our configuration,
-    HubError for what we lack; write: the other way round. heads: of an attention. prefix: that of
-    the names, which a file may lack. copies: tensors that a file may hold besides, equal to another
-    one. ignored: patterns of names that are no parameters. renamed: (new, old) parts of names.
-    computed: of a configuration, tensors that the files may hold and that we compute: what they
-    hold must be that.
+    Attributes:
+        kind: model_type of config.json.
+        classes: What "architectures" may say there; the first unless `write` says otherwise.
+        names: Of a configuration, our parameters' names to packings, with {i} for a layer's number.
+        read: config.json, and the names in the files, to our configuration, HubError for what we
+            lack.
+        write: The other way round.
+        heads: Of an attention.
+        prefix: That of the names, which a file may lack.
+        copies: Tensors that a file may hold besides, equal to another one.
+        ignored: Patterns of names that are no parameters.
+        renamed: (new, old) parts of names.
+        computed: Of a configuration, tensors that the files may hold and that we compute: what they
+            hold must be that.
     """
 
     kind: str

@@ -38,7 +38,8 @@ def step_uncorrected(
     """Step every parameter that has a gradient, already reduced; False when one is not finite, and
     nothing has changed then.
 
-    move: moves a group's parameters; a row is (parameter, m, v, state).
+    Args:
+        move: Moves a group's parameters; a row is (parameter, m, v, state).
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not params:

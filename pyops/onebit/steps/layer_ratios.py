@@ -66,12 +66,12 @@ def _runs(slots: StateSlots, values: Sequence[float]) -> Iterator[tuple[slice, f
 class LayerTrustRatios:
     """What stays as it is from the switch on, flat, and the step.
 
-    states: of each parameter; exp_avg_sq is the kept variance, exp_avg_sq_fresh becomes a view of
-    `fresh`.
-    tables: of each parameter, [layers, COLUMNS]; they become views of one table. precondition:
-    whether
-    the momentum travels as m / (sqrt(v) + eps), or times a number per layer that makes the layers'
-    sizes equal.
+    Args:
+        states: Of each parameter; exp_avg_sq is the kept variance, exp_avg_sq_fresh becomes a view
+            of `fresh`.
+        tables: Of each parameter, [layers, COLUMNS]; they become views of one table.
+        precondition: Whether the momentum travels as m / (sqrt(v) + eps), or times a number per
+            layer that makes the layers' sizes equal.
     """
 
     def __init__(
@@ -149,8 +149,9 @@ class LayerTrustRatios:
         """Move every parameter. momentum, before: flat, of this step and the last; overwrites
         `before`.
 
-        betas, decays: beta1 of the momentum and beta2 of `fresh`, per slot. bounds: factor_min,
-        factor_max, factor_threshold.
+        Args:
+            betas, decays: beta1 of the momentum and beta2 of `fresh`, per slot.
+            bounds: factor_min, factor_max, factor_threshold.
         """
         largest = self._compare(momentum, before, betas, decays)
         update = momentum if self._to_update is None else momentum * self._to_update

@@ -38,7 +38,9 @@ class StateSlots:
     """All slots, and the layout by names: of a parameter's `flat_layout` where it has one, else
     `param_names`' or "0.3".
 
-    moved: the parameters that have a slot; others, which never had a gradient, stay as they are.
+    Args:
+        moved: The parameters that have a slot; others, which never had a gradient, stay as they
+            are.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], *, moved: Container[Tensor]) -> None:

@@ -89,9 +89,10 @@ class LayerwiseOptimizer(FusedOptimizer):
     """What LAMB and LARS share. A group's `trust_ratio` False leaves its parameters to the plain
     rule.
 
-    reduce_norms: set it where each process holds a part of every layer: a callable that takes this
-    process' float64 [layers, 2] squared norms of a launch and returns their sums over all
-    processes; it is not pickled.
+    Attributes:
+        reduce_norms: Set it where each process holds a part of every layer: a callable that takes
+            this process' float64 [layers, 2] squared norms of a launch and returns their sums over
+            all processes; it is not pickled.
     """
 
     reduce_norms: Callable[[Tensor], Tensor] | None = None

@@ -34,19 +34,22 @@ def balance(
     """The stages' first layers and, last, the number of layers: stage s holds layers [b[s], b[s +
     1]), never none.
 
-    costs: of each layer, in any unit: 0 or more; or a Profile of the layers, or these themselves.
-    by: what of a Profile or of layers counts: "time" (forward and backward; a Profile's default),
-    "parameters" (the layers' default), "memory", or a function of a layer's LayerCosts, or of the
-    layer.
-    together: pairs (first, last) of layers that must be on one stage, with all between them, such
-    as the two ends of a skip connection that shall not travel. same_stage: groups of layers that
-    must be on one stage, such as those that share a weight. in_flight: of a Profile, for each stage
-    how many micro-batches' activations it keeps, as schedule.peak(rank) says (default: 1 each);
-    counts with by="memory" and for most_bytes. most_bytes: no stage may keep more, weights,
-    gradients and Adam's moments included.
+    Args:
+        costs: Of each layer, in any unit: 0 or more; or a Profile of the layers, or these
+            themselves.
+        by: What of a Profile or of layers counts: "time" (forward and backward; a Profile's
+            default), "parameters" (the layers' default), "memory", or a function of a layer's
+            LayerCosts, or of the layer.
+        together: Pairs (first, last) of layers that must be on one stage, with all between them,
+            such as the two ends of a skip connection that shall not travel.
+        same_stage: Groups of layers that must be on one stage, such as those that share a weight.
+        in_flight: Of a Profile, for each stage how many micro-batches' activations it keeps, as
+            schedule.peak(rank) says (default: 1 each); counts with by="memory" and for most_bytes.
+        most_bytes: No stage may keep more, weights, gradients and Adam's moments included.
 
-    ValueError for fewer layers, or fewer places where a stage may begin, than stages; or if nothing
-    fits in most_bytes.
+    Raises:
+        ValueError: For fewer layers, or fewer places where a stage may begin, than stages; or if
+            nothing fits in most_bytes.
     """
     weights = layer_costs(costs, by)
     for i, weight in enumerate(weights):

@@ -77,14 +77,17 @@ def plan_dapple(
     """The plan of least time for a step of num_microbatches micro-batches, by the model above; it
     may leave devices idle.
 
-    levels: [(devices of a machine, bytes a second between them), (machines, bytes a second between
-    them)], or only the first. placements: of PLACEMENTS. together, same_stage: as in `balance`.
-    most_bytes: no device may keep more, weights, gradients, Adam's moments, and its share of the
-    micro-batches' activations that 1f1b has in flight there.
-
     Meant for up to about 16 devices and 30 places where a stage may begin: the search grows with
     both.
     ValueError: levels or placements that are none, or if nothing fits in most_bytes.
+
+    Args:
+        levels: [(devices of a machine, bytes a second between them), (machines, bytes a second
+            between them)], or only the first.
+        placements: Of PLACEMENTS.
+        together, same_stage: As in `balance`.
+        most_bytes: No device may keep more, weights, gradients, Adam's moments, and its share of
+            the micro-batches' activations that 1f1b has in flight there.
     """
     check_levels(levels, most=2)
     strange = [each for each in placements if each not in PLACEMENTS]

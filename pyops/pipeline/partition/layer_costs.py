@@ -61,8 +61,9 @@ class LayerCosts:
 class Profile:
     """The layers of a model in their order; made by `pyops.pipeline.profile`, or by hand.
 
-    facts: how it was measured. skips: (layer, later layer, bytes) of each value that skips those
-    between.
+    Attributes:
+        facts: How it was measured.
+        skips: (layer, later layer, bytes) of each value that skips those between.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -101,9 +102,13 @@ class Profile:
     ) -> Costs:
         """Costs of the stages [boundaries[s], boundaries[s + 1]), as `balance` gives them.
 
-        split: the schedule computes gradients of inputs and of weights apart
-        (`schedule.splits_backward`); else the two add up to the whole backward. The others: see
-        Costs, and `weights`. ValueError for boundaries that leave layers out.
+        Args:
+            split: The schedule computes gradients of inputs and of weights apart
+                (`schedule.splits_backward`); else the two add up to the whole backward. The others:
+                see Costs, and `weights`.
+
+        Raises:
+            ValueError: For boundaries that leave layers out.
         """
         bounds = list(boundaries)
         if (
@@ -197,10 +202,14 @@ def layer_costs(
 ) -> list[float]:
     """What each layer weighs in a partition.
 
-    costs: numbers, a Profile, or the layers themselves. by: of a Profile "time" (the default),
-    "parameters", "memory" (weights, gradients, Adam's moments and one micro-batch's activations) or
-    a function of LayerCosts; of layers "parameters" (the default) or a function of a module.
-    ValueError for anything else.
+    Args:
+        costs: Numbers, a Profile, or the layers themselves.
+        by: Of a Profile "time" (the default), "parameters", "memory" (weights, gradients, Adam's
+            moments and one micro-batch's activations) or a function of LayerCosts; of layers
+            "parameters" (the default) or a function of a module.
+
+    Raises:
+        ValueError: For anything else.
     """
     if isinstance(costs, Profile):
         if callable(by):

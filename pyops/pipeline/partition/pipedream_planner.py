@@ -55,11 +55,13 @@ def plan_pipedream(
 ) -> PipelinePlan:
     """The plan of least time a mini-batch over all devices of `levels`, by the model above.
 
-    levels: (parts, bytes a second between them) from the innermost, such as [(8, 3e11), (2, 1e10)].
-    together, same_stage: as in `balance`. Every device is used. Takes O(L^3 m^2) for a level of m
-    parts, with L places where a stage may begin.
-
     ValueError: no layers, levels that are none.
+
+    Args:
+        levels: (parts, bytes a second between them) from the innermost, such as [(8, 3e11), (2,
+            1e10)].
+        together, same_stage: As in `balance`. Every device is used. Takes O(L^3 m^2) for a level of
+            m parts, with L places where a stage may begin.
     """
     check_levels(levels)
     begins = stage_starts(len(profile), together=together, same_stage=same_stage)

@@ -70,9 +70,10 @@ class StepInputs:
 class ScheduleExecutor:
     """Runs `actions`, all those of `orders` that are this process's, at its `stages`.
 
-    incoming, outgoing: the channel by which the values of an edge come from, or go to, another
-    process. An edge without a channel connects two stages of this process. steps: the optimizers of
-    the stages, of a schedule that has optimizer steps.
+    Attributes:
+        incoming, outgoing: The channel by which the values of an edge come from, or go to, another
+            process. An edge without a channel connects two stages of this process.
+        steps: The optimizers of the stages, of a schedule that has optimizer steps.
     """
 
     actions: Sequence[Action]

@@ -53,10 +53,12 @@ def skip(module: M, *, stash: str | Sequence[str] = (), pop: str | Sequence[str]
     """`module`, marked as a layer of a Pipeline that puts values away, or takes what earlier layers
     put away.
 
-    stash: names; the module returns its result, and the values after it: (y, a, b). pop: names; the
-    module is called with the values after its other arguments: module(x, a, b). Values may be what
-    stages send each other, None too. Each name is stashed by one layer and popped by one after it,
-    which is checked when the Pipeline is made. The module is changed in nothing else.
+    Args:
+        stash: Names; the module returns its result, and the values after it: (y, a, b).
+        pop: Names; the module is called with the values after its other arguments: module(x, a, b).
+            Values may be what stages send each other, None too. Each name is stashed by one layer
+            and popped by one after it, which is checked when the Pipeline is made. The module is
+            changed in nothing else.
     """
     stashes, pops = ((names,) if isinstance(names, str) else tuple(names) for names in (stash, pop))
     module.stashes, module.pops = stashes, pops  # type: ignore[assignment]

@@ -170,8 +170,9 @@ class TiedParameters:
     def sum(self, *, failed: bool) -> None:
         """Let every copy have the sum of all copies' gradients. PeerError for a rank that is lost.
 
-        failed: the step did on this rank; then it only tells the others, whose sums are of no use
-        either.
+        Args:
+            failed: The step did on this rank; then it only tells the others, whose sums are of no
+                use either.
         """
         if not self.ties:
             return

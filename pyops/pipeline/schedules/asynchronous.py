@@ -59,8 +59,9 @@ def pipemare(ranks: int, microbatches: int, *, accumulate: int = 1, warmup: str 
     """A step after every `accumulate` backwards, with whatever weights there are; `Schedule.delay`
     tells how old they are.
 
-    warmup: as in `one_f_one_b`; "b" has as many micro-batches in flight as a pipeline of separate
-    forward and backward.
+    Args:
+        warmup: As in `one_f_one_b`; "b" has as many micro-batches in flight as a pipeline of
+            separate forward and backward.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; give the micro-batches of a step, 1 or more")

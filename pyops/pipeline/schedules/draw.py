@@ -121,8 +121,9 @@ def text(timeline: Timeline, *, width: int = 120, fit: bool = False) -> str:
     """A line for each rank, cut to `width` characters: micro-batches, ' for B and I, " for W, ~ for
     R, ! for U, . for idle.
 
-    fit: the whole timeline in that width, of which a column is a part; else a column is the
-    shortest action.
+    Args:
+        fit: The whole timeline in that width, of which a column is a part; else a column is the
+            shortest action.
     """
     made = timeline.schedule
     marks = {"F": "", "B": "'", "I": "'", "W": '"', "R": "~", "U": "!"}
@@ -152,8 +153,10 @@ def trace(
     """Write the timeline as a Chrome trace, which Perfetto and chrome://tracing open: a line for
     each rank and channel.
 
-    timelines: one, or several by their names, such as {"simulated": ..., "measured": ...}: they
-    stand one below the other, all beginning at 0. seconds_per_unit: of all of them.
+    Args:
+        timelines: One, or several by their names, such as {"simulated": ..., "measured": ...}: they
+            stand one below the other, all beginning at 0.
+        seconds_per_unit: Of all of them.
     """
     events: list[dict[str, Any]] = []
     several = {"": timelines} if isinstance(timelines, Timeline) else timelines

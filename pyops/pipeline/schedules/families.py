@@ -46,10 +46,11 @@ def gpipe(ranks: int, microbatches: int, *, reverse: bool = False) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int, *, warmup: int | str = "a") -> Schedule:
     """A backward as soon as there is one, so that rank s keeps min(M, K - s) micro-batches.
 
-    warmup: how many forwards rank s does before its first backward: "a" K - s, the fewest; "b" 2 (K
-    - s) - 1, which hides the time that transfers take at the cost of memory (DAPPLE's policies); or
-    a number for the most, on rank 0, each rank having one less than the one before, but never fewer
-    than policy A.
+    Args:
+        warmup: How many forwards rank s does before its first backward: "a" K - s, the fewest; "b"
+            2 (K - s) - 1, which hides the time that transfers take at the cost of memory (DAPPLE's
+            policies); or a number for the most, on rank 0, each rank having one less than the one
+            before, but never fewer than policy A.
     """
     if warmup not in ("a", "b") and (
         isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1

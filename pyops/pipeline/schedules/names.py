@@ -40,9 +40,12 @@ def schedule(name: str, *, num_stages: int, num_microbatches: int, **options: An
     """The schedule `name`, of NAMES, for `num_stages` ranks of a pipeline and `num_microbatches`
     micro-batches, any of both.
 
-    options: what the family takes, such as v=2 of "interleaved" (stages on each rank) or warmup="b"
-    of "1f1b".
-    ValueError for names, numbers or options that it does not know.
+    Args:
+        options: What the family takes, such as v=2 of "interleaved" (stages on each rank) or
+            warmup="b" of "1f1b".
+
+    Raises:
+        ValueError: For names, numbers or options that it does not know.
     """
     if name not in NAMES:
         raise ValueError(
@@ -77,9 +80,13 @@ def custom(
 ) -> Schedule:
     """A schedule of your own: for each rank its actions, as "0F0 0F1 0B0 0B1" or one by one.
 
-    rank_of: the rank of each stage; by default that on whose order the stage's actions are.
-    weights: see WEIGHTS; options: accumulate, for weights="two". ValueError for an order that is
-    not complete, or that deadlocks: it names the cycle.
+    Args:
+        rank_of: The rank of each stage; by default that on whose order the stage's actions are.
+        weights: See WEIGHTS.
+        options: Accumulate, for weights="two".
+
+    Raises:
+        ValueError: For an order that is not complete, or that deadlocks: it names the cycle.
     """
     split = [order.split() if isinstance(order, str) else list(order) for order in orders]
     ranks = tuple(

@@ -21,8 +21,9 @@ WHAT = MappingProxyType(
 class Transfer(NamedTuple):
     """What stage `source` makes of micro-batch `number` and stage `target` needs.
 
-    kind: "F" an activation, "B" its gradient, "FS" what skips the stages between, "BS" its
-    gradient.
+    Attributes:
+        kind: "F" an activation, "B" its gradient, "FS" what skips the stages between, "BS" its
+            gradient.
     """
 
     kind: str

@@ -104,7 +104,8 @@ class Schedule(Orders):
         """After each action of the rank, what its stages keep of micro-batches: 1 for each forward
         until its last backward.
 
-        bytes_of: for each stage, what it keeps of a micro-batch (default: 1).
+        Args:
+            bytes_of: For each stage, what it keeps of a micro-batch (default: 1).
         """
         kept, now = [], 0.0
         for action in self.ranks[rank]:

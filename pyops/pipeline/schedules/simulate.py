@@ -30,13 +30,18 @@ Times = tuple[float, float]  # begin, end
 class Costs:
     """Seconds (or any unit) and bytes; a number is the same for every stage.
 
-    forward, input_gradient, weight_gradient: of a micro-batch; B takes the last two together, R as
-    long as a forward. step: of the optimizer. latency: until what was sent arrives. activation:
-    bytes that travel from a stage to the next, and back as a gradient; bandwidth: bytes a second,
-    of each channel. kept: bytes that a micro-batch keeps at a stage between forward and backward;
-    kept_input: where it is recomputed; deferred_weight_grad: between I and W, None if as before.
-    skipped: bytes that travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a
-    stage's weights, gradients and states.
+    Attributes:
+        forward, input_gradient, weight_gradient: Of a micro-batch; B takes the last two together, R
+            as long as a forward.
+        step: Of the optimizer.
+        latency: Until what was sent arrives.
+        activation: Bytes that travel from a stage to the next, and back as a gradient.
+        bandwidth: Bytes a second, of each channel.
+        kept: Bytes that a micro-batch keeps at a stage between forward and backward.
+        kept_input: Where it is recomputed.
+        deferred_weight_grad: Between I and W, None if as before.
+        skipped: Bytes that travel along a skip, or {(stage, later stage): bytes}.
+        weights: Bytes of a stage's weights, gradients and states.
     """
 
     forward: PerStage = 1.0

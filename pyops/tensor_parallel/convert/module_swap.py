@@ -99,8 +99,9 @@ def swapped(module: nn.Module, cut: ModuleCut, tied: SharedParameters) -> nn.Mod
     """The module to put in the place of this one; an embedding that is cut by heads is changed
     itself.
 
-    tied: parameters that several modules share, and what has become of them; those that are cut
-    here are added.
+    Args:
+        tied: Parameters that several modules share, and what has become of them; those that are cut
+            here are added.
     """
     if cut.kind == "vocabulary":
         return _embedding(module, cut, tied)

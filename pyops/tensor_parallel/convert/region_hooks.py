@@ -71,8 +71,9 @@ class Enter:
     """Before a module whose columns are cut. tokens: what comes in is rows of them; None: it is
     whole.
 
-    flat: give all rows, padding included, instead of [B, T, D]. heads: of an attention module, for
-    inputs that have a part for each.
+    Args:
+        flat: Give all rows, padding included, instead of [B, T, D].
+        heads: Of an attention module, for inputs that have a part for each.
     """
 
     def __init__(

@@ -64,8 +64,9 @@ def column_products(
     """x W^T + b for each weight [.., in], its leading dims flattened: one gather of x and one sum
     of dx for all of them.
 
-    x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence
-    parallelism. The results are [..., out], or [ranks * n, out].
+    Args:
+        x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence
+            parallelism. The results are [..., out], or [ranks * n, out].
     """
     x, *both = _cast(x, *weights, *biases)
     weights, biases = both[: len(weights)], both[len(weights) :]

@@ -28,8 +28,10 @@ def joined_ranks(
 ) -> Iterator[torch.device]:
     """Join the ranks that torchrun started, if any; this rank's device.
 
-    active: how many of them, the first ones, form the process group (default: all); the others call
-    `stand_by`, which returns when these have ended, with the signal that `request` then holds.
+    Args:
+        active: How many of them, the first ones, form the process group (default: all); the others
+            call `stand_by`, which returns when these have ended, with the signal that `request`
+            then holds.
     """
     kind = (
         config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -33,7 +33,8 @@ class Rendezvous:
     """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a
     TimeoutError that names it.
 
-    given: a store that all of them reach.
+    Args:
+        given: A store that all of them reach.
     """
 
     def __init__(

@@ -84,9 +84,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """Appends rows to `folder`/metrics.jsonl and to TensorBoard's files in `folder`/tensorboard.
 
-    first_step: rows of this step and later, from a run that got further than its checkpoint, are
-    dropped. A row that can't be written, for a full disk, is left out of the file with one word in
-    `problems`; the training goes on.
+    Args:
+        first_step: Rows of this step and later, from a run that got further than its checkpoint,
+            are dropped. A row that can't be written, for a full disk, is left out of the file with
+            one word in `problems`; the training goes on.
     """
 
     def __init__(self, folder: Path, *, first_step: int = 0, tensorboard: bool = True) -> None:

@@ -18,8 +18,9 @@ class Traffic:
     """Counts what `communicator` sends; None (one rank alone): nothing is sent, and rows say
     nothing of it.
 
-    numel: of all trained parameters. An fp32 all-reduce sends 2 (N - 1) / N times their 4 bytes
-    each from every rank (kernels of ring and two-shot alike).
+    Args:
+        numel: Of all trained parameters. An fp32 all-reduce sends 2 (N - 1) / N times their 4 bytes
+            each from every rank (kernels of ring and two-shot alike).
     """
 
     def __init__(self, communicator: Communicator | None, *, numel: int, window: int) -> None:

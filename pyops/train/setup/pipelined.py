@@ -35,8 +35,9 @@ class LocalStages:
     """What this rank has of `model`, which is on the meta device: the other layers are taken out of
     it.
 
-    plan: the pipeline's. boundaries: first layers of its stages, evened out by products; names: of
-    all the model's layers.
+    Args:
+        plan: The pipeline's. boundaries: first layers of its stages, evened out by products; names:
+            of all the model's layers.
     """
 
     def __init__(self, model: GPT, *, plan: Schedule, rank: int) -> None:

@@ -57,9 +57,9 @@ class Piece:
 class Partition:
     """A buffer cut into buckets, and each bucket into `ranks` chunks of one length.
 
-    layout: where the tensors lie in the buffer. All starts and ends are multiples of ALIGNMENT,
-    those of buckets of
-    ranks * ALIGNMENT.
+    Attributes:
+        layout: Where the tensors lie in the buffer. All starts and ends are multiples of ALIGNMENT,
+            those of buckets of ranks * ALIGNMENT.
     """
 
     layout: FlatLayout
@@ -78,7 +78,9 @@ class Partition:
         """Lay out the (name, shape) pairs in the order given, in buckets of at most `bucket_bytes`;
         None: one bucket.
 
-        item_size: bytes of an element. A tensor larger than `bucket_bytes` is a bucket of its own.
+        Args:
+            item_size: Bytes of an element. A tensor larger than `bucket_bytes` is a bucket of its
+                own.
         """
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(

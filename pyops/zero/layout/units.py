@@ -86,9 +86,12 @@ def find_units(
     """(units, the root first and the others in order of registration; (name, parameter) of those
     that stay whole).
 
-    wanted: (path, module) -> whether it is a unit, or the modules themselves; units don't lie
-    within units. trained: ids of parameters that are stepped. whole_below: parameters of fewer
-    elements stay whole. device: of parameters on meta.
+    Args:
+        wanted: (path, module) -> whether it is a unit, or the modules themselves; units don't lie
+            within units.
+        trained: Ids of parameters that are stepped.
+        whole_below: Parameters of fewer elements stay whole.
+        device: Of parameters on meta.
     """
     root = UnitPlan("the model's own", model, True)
     units = [UnitPlan(path, module, False) for path, module in _unit_modules(model, wanted)]

@@ -26,7 +26,8 @@ def squares_by_name(
 ) -> dict[str, Tensor]:
     """{name: sum of squares of the gradient}, float64, 0 where there is none; views of one tensor.
 
-    communicator: of the ranks that own parts; None where this one owns everything.
+    Args:
+        communicator: Of the ranks that own parts; None where this one owns everything.
     """
     names = [name for flat in flats for name in flat.names]
     place = {name: i for i, name in enumerate(names)}

@@ -160,7 +160,9 @@ class PipelineAxis:
         """The model's state as every rank writes its own layers': parts of a whole that not every
         rank has.
 
-        copies: the ranks that have the same layers, in which the first one writes whole tensors.
+        Args:
+            copies: The ranks that have the same layers, in which the first one writes whole
+                tensors.
         """
         copy = any(each is not None and each.rank > 0 for each in copies)
         found: dict[str, Any] = {}

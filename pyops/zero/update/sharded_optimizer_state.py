@@ -51,9 +51,12 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class ParamShard:
     """A piece and the parameter that the inner optimizer steps.
 
-    tensor: the piece of the model. result: what a step makes of it, the same tensor or, where
-    updates are delayed, one of its own. target: the result where the inner parameter is a master
-    that is rounded into it. gradient: in the piece's dtype.
+    Attributes:
+        tensor: The piece of the model.
+        result: What a step makes of it, the same tensor or, where updates are delayed, one of its
+            own.
+        target: The result where the inner parameter is a master that is rounded into it.
+        gradient: In the piece's dtype.
     """
 
     name: str

@@ -57,9 +57,11 @@ def try_plan(
 ) -> str:
     """What was found equal, in words. Communicates nothing.
 
-    cut: does to a copy, with a virtual group, what is planned for the model. size: of the group.
-    blocks: lists of which alike modules need be tried once. ValueError: something differs, or it
-    can't be tried.
+    Args:
+        cut: Does to a copy, with a virtual group, what is planned for the model.
+        size: Of the group.
+        blocks: Lists of which alike modules need be tried once. ValueError: something differs, or
+            it can't be tried.
     """
     name = type(model).__name__
     if any(buffer.is_meta for buffer in model.buffers()):
