@@ -7,6 +7,7 @@ The pages are Markdown (MyST). The reference has one page for each subpackage, o
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -32,14 +33,19 @@ html_theme = "furo"
 html_title = "pyops"
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # fields have docstrings of their own, too
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
-suppress_warnings = ["myst.xref_missing"]  # links to sources, which the site does not hold
+suppress_warnings = [
+    "myst.xref_missing",  # links to sources, which the site does not hold
+    "ref.python",  # a field's name that several classes have
+]
 
+NAME = re.compile(r"(`[^`\n]+`)(\w?)")  # in `Later`s reStructuredText needs a mark before the s
 MARKUP = re.compile(r"[*|]|(?<=\w)_(?!\w)")  # docstrings are plain text with `names`
+COLUMNS = re.compile(r"\S {3,}\S")  # a line of a table or picture
 API = Path(__file__).parent / "api"
 
 
@@ -77,10 +83,16 @@ def write_reference(app: Any) -> None:
     (API / "index.rst").write_text("\n".join([*heading, *pages, ""]))
 
 
+def _with_mark(name: re.Match[str]) -> str:
+    quoted, letter = name.groups()
+    return f"{quoted}\\ {letter}" if letter else quoted
+
+
 def show_pictures(
     app: Any, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Mark what a docstring indents after a blank line as literal: pictures, tables, programs."""
+    """Mark as literal what a docstring indents after a blank line, and paragraphs in columns:
+    pictures, tables, programs."""
     if (
         what == "module"
     ):  # its lines begin at column 0, so that dedenting would take a picture's indent
@@ -88,10 +100,20 @@ def show_pictures(
     shown: list[str] = []
     indent = 0  # of the last line of prose
     picture: int | None = None
-    for line in lines:
+    columns = False  # whether this paragraph is in columns
+    for number, line in enumerate(lines):
         depth = len(line) - len(line.lstrip())
-        if line.strip():
-            after_blank = not shown or not shown[-1].strip()
+        after_blank = not shown or not shown[-1].strip()
+        if not line.strip():
+            columns = False
+        elif picture is None and after_blank and depth == indent:
+            paragraph = itertools.takewhile(str.strip, lines[number:])
+            columns = any(COLUMNS.search(each) for each in paragraph)
+            if columns:
+                shown += [" " * indent + ".. code-block:: text", ""]
+        if columns:
+            line = "    " + line
+        elif line.strip():
             if picture is not None and depth < picture:
                 picture = None
             if picture is None and after_blank and depth >= indent + 4:
@@ -99,7 +121,7 @@ def show_pictures(
                 picture = depth
             if picture is None:
                 indent = depth
-                line = MARKUP.sub(r"\\\g<0>", line)
+                line = NAME.sub(_with_mark, MARKUP.sub(r"\\\g<0>", line))
         shown.append(line)
     lines[:] = shown
 

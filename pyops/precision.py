@@ -34,13 +34,19 @@ __all__ = ["PRECISIONS", "LossScale", "LossScaler", "Precision", "overflowed"]
 
 @dataclass(frozen=True)
 class Precision:
-    """dtype: of parameters, activations and gradients. master_weights: the optimizer keeps fp32
-    ones. scaled: gradients would vanish without a loss scale."""
+    """What a model computes in."""
 
     name: str
+    """As in [precision] dtype."""
+
     dtype: torch.dtype
+    """Of parameters, activations and gradients."""
+
     master_weights: bool
+    """Whether the optimizer keeps float32 copies of the parameters."""
+
     scaled: bool
+    """Whether gradients would vanish without a loss scale."""
 
 
 PRECISIONS = {
@@ -48,6 +54,7 @@ PRECISIONS = {
     "bf16": Precision("bf16", torch.bfloat16, master_weights=True, scaled=False),
     "fp16": Precision("fp16", torch.float16, master_weights=True, scaled=True),
 }
+"""By name."""
 
 
 class LossScale:

@@ -163,16 +163,29 @@ def grids(ranks: int, limits: Limits, *, idle: bool = True) -> Iterator[Grid]:
 
 
 def choose(ranks: int, *, wanted: Grid, limits: Limits, idle: bool = True) -> Choice:
-    """The best for so many ranks, when `wanted` was asked for; wanted.dp doesn't matter. In this
-    order:
+    """The best grid for so many ranks.
 
-    1. tp and pp not larger than asked for: a larger one only where nothing else fits the memory;
-    2. where the memory isn't known, a rank's part of the model not larger than asked for, or as
-    little larger as can be; 3. as many ranks as can take part: the others wait (idle=False: none
-    may);
-    4. tp and pp nearest to what was asked for, and of the equally near the one with fewer stages.
+    Of two grids the better one is found by these rules, in this order:
 
-    Raises ValueError, with the fix, where nothing is possible.
+    1. tp and pp are not larger than asked for: a larger one only where nothing else fits the
+       memory.
+    2. Where the memory is not known, a rank's part of the model is not larger than asked for, or as
+       little larger as can be.
+    3. As many ranks as can take part do.
+    4. tp and pp are nearest to what was asked for, and of the equally near grids the one with fewer
+       stages is taken.
+
+    Args:
+        ranks: How many there are.
+        wanted: What was asked for; its dp does not matter.
+        limits: What the model, its batch and its ranks allow.
+        idle: Whether ranks may be left over, which wait.
+
+    Returns:
+        The grid, how many ranks wait, and why it is another one than `wanted`.
+
+    Raises:
+        ValueError: No grid is possible; the error names the fix.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks is {ranks!r}; it must be a whole number, 1 or more")
