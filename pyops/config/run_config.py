@@ -55,6 +55,7 @@ class Config:
                 "has 256 tokens: set 256"
             )
         self.zero.validate("zero.")
+        self.elastic.validate("elastic.")
         if self.zero.offload != "none" and not self.zero.stage:
             raise ValueError(
                 f"zero.offload is {self.zero.offload!r}, but zero.stage is 0, which keeps states "

@@ -102,7 +102,15 @@ class ElasticConfig:
     """Whether the best numbers of micro-batches are tried in each layout, which takes
     ElasticCallbacks.rows_of; the layout, and with it last bits, then depend on the clock."""
 
-    def __post_init__(self) -> None:
+    def validate(self, prefix: str = "Elastic: ") -> None:
+        """Check every field. Local: no rank is asked.
+
+        Args:
+            prefix: Begins the message, before the name of the field.
+
+        Raises:
+            ValueError: Naming field, value and what it must be.
+        """
         for name, known in (
             ("freeze", FREEZES),
             ("cache", CACHES),
@@ -110,16 +118,16 @@ class ElasticConfig:
             ("batch_policy", BATCH_POLICIES),
             ("lr_rule", LR_RULES),
         ):
-            self._require(name, getattr(self, name) in known, f"one of {', '.join(known)}")
+            self._require(prefix, name, getattr(self, name) in known, f"one of {', '.join(known)}")
         fits = 1e-6 <= self.alpha <= 1 - 1e-6
-        self._require("alpha", fits, "more than 0 and less than 1, such as 0.2")
-        self._require("percent", 0 <= self.percent <= 100, "a percentile from 0 to 100")
+        self._require(prefix, "alpha", fits, "more than 0 and less than 1, such as 0.2")
+        self._require(prefix, "percent", 0 <= self.percent <= 100, "a percentile from 0 to 100")
         for name in ("every", "cache_gib", "rows_besides"):
-            self._require(name, getattr(self, name) >= 0, "0 or more")
+            self._require(prefix, name, getattr(self, name) >= 0, "0 or more")
 
-    def _require(self, name: str, holds: bool, expected: str) -> None:
+    def _require(self, prefix: str, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {expected}")
+            raise ValueError(f"{prefix}{name} is {getattr(self, name)!r}; it must be {expected}")
 
     @property
     def on(self) -> bool:

@@ -104,7 +104,6 @@ class Elastic:
             )
         self.config, self.run, self.data = config or ElasticConfig(), run or ElasticRun(), data
         self.layers, self.device = dict(layers), torch.device(self.run.device)
-        self.policy = self.config.policy() if policy is None else policy
         callbacks = callbacks or ElasticCallbacks()
         alone = not dist.is_initialized()
         self.ranks, self.rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
@@ -112,6 +111,8 @@ class Elastic:
         self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
         self._portion: PaddedBatch | None = None
         with ranks_agree():
+            self.config.validate()
+            self.policy = self.config.policy() if policy is None else policy
             check_run(
                 self.layers,
                 data=data,

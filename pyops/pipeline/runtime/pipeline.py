@@ -121,7 +121,7 @@ class Pipeline(nn.Module):
             *(named_arguments(layer) for layer in layers if isinstance(layer, nn.Module))
         )
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        setup = agree_on_setup(schedule, layers, self.config, self._ranks)
+        setup = agree_on_setup(schedule, layers, self.config, self._ranks, pipemare=pipemare)
         self.boundaries, tag = setup.boundaries, setup.tag
         skips = tuple(setup.skips)
         self.schedule = schedule if schedule.skips == skips else schedule.with_skips(skips)

@@ -71,7 +71,12 @@ class PipeMareOptions:
     """T3: the number of calls of `step`, at the beginning, in which no micro-batch is in flight
     during an optimizer step; math.inf for all calls. Their steps do not count for `anneal`."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check every field. Local: no rank is asked.
+
+        Raises:
+            ValueError: Naming field, value and what it must be.
+        """
         if isinstance(self.anneal, bool) or not isinstance(self.anneal, int) or self.anneal < 0:
             raise ValueError(
                 f"anneal is {self.anneal!r}; give the number of steps until the learning rate is "

@@ -18,7 +18,7 @@ from torch import nn
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.mesh import Alone, ProcessGroupLike
 from pyops.pipeline.partition.balance import balance
-from pyops.pipeline.runtime.pipeline_config import REDUCTIONS, PipelineConfig
+from pyops.pipeline.runtime.pipeline_config import REDUCTIONS, PipelineConfig, PipeMareOptions
 from pyops.pipeline.runtime.skips import SkipEdges, skip_edges, skip_pairs
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
@@ -43,6 +43,8 @@ def agree_on_setup(
     layers: list[nn.Module],
     config: PipelineConfig,
     group: dist.ProcessGroup | Alone,
+    *,
+    pipemare: PipeMareOptions | None = None,
 ) -> PipelineSetup:
     """The setup of a pipeline. Collective.
 
@@ -52,6 +54,8 @@ def agree_on_setup(
     """
     with ranks_agree(group):
         _check(schedule, config, group)
+        if pipemare is not None:
+            pipemare.validate()
         boundaries = _boundaries(layers, config.boundaries, schedule.num_stages)
         edges = skip_edges(skip_pairs(layers), boundaries)
     if isinstance(group, Alone):

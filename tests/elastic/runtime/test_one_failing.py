@@ -79,6 +79,19 @@ def test_an_optimizer_that_one_rank_can_not_make(world):
     assert world(4).run(without_optimizer) == ["optimizer got an empty parameter list"] * 4
 
 
+BAD = {"every": -1, "alpha": 2.0, "batch_policy": "each", "lr_rule": "cube", "freeze": "all"}
+
+
+def bad_options(rank: int, group: Any) -> list[str]:
+    return [told(lambda k=k, v=v: make(**({k: v} if rank else {}))) for k, v in BAD.items()]
+
+
+def test_an_option_that_is_bad_on_one_rank_is_refused_on_all(world):
+    for texts in world(2).run(bad_options):
+        for text, (name, value) in zip(texts, BAD.items(), strict=True):
+            assert f"{name} is {value!r}" in text
+
+
 def in_a_trial(rank: int, group: Any) -> str:
     return told(lambda: make(stages=2, trial=True, rows_of=rows_failing_on(1, rank)))
 

@@ -262,8 +262,28 @@ def test_what_does_not_go_together_is_refused():
         {"synchronous": -1},
         {"synchronous": math.nan},
     ):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
-            PipeMareOptions(**options)
+        refused(
+            f"{next(iter(options))} is ",
+            schedule=made("pipemare", 2, 4),
+            pipemare=PipeMareOptions(**options),
+        )
+
+
+def one_bad_option(rank: int, group: Any) -> str:
+    with pytest.raises(ValueError, match="decay is") as error:
+        Pipeline(
+            mlp(),
+            schedule=made("pipemare", 2, 6),
+            group=group,
+            loss=mse,
+            optimizer=sgd,
+            pipemare=PipeMareOptions(decay=2.0 if rank else 0.5),
+        )
+    return str(error.value)
+
+
+def test_an_option_that_is_bad_on_one_rank_is_refused_on_all(world):
+    assert all("decay is 2.0" in text for text in world(2).run(one_bad_option))
 
 
 def wrong_ranks(rank: int, group: Any) -> list[str]:
