@@ -275,9 +275,11 @@ class DataParallel(nn.Module):
         and any buckets.
 
         Errors of another number of ranks are shared out so that what they add to the gradient is
-        the same. ValueError,
-        on every rank and before anything is changed, for the state of another codec (naming both)
-        or of another model.
+        the same.
+
+        Raises:
+            ValueError: On every rank and before anything is changed, for the state of another codec
+                (naming both) or of another model.
         """
         with ranks_agree(self._group):
             self.reducer.check_communication_state(state)

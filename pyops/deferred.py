@@ -45,8 +45,10 @@ class Deferred:
     """A queue of weight gradients, carried by these parameters as their attribute `deferred`.
 
     Nothing is put off but within `collecting()`. Where several queues have a parameter in common,
-    that of the latest one to collect takes it. ValueError for a tensor that is no leaf of
-    autograd's graph: it has no gradient to put off.
+    that of the latest one to collect takes it.
+
+    Raises:
+        ValueError: For a tensor that is no leaf of autograd's graph: it has no gradient to put off.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -135,11 +137,13 @@ class Pieces:
         What is kept for a parameter is let go as soon as its gradient is there; afterwards there is
         nothing left to add. The gradients of several backward passes are added one after the other.
         On CUDA: computed on the current stream, which must be behind the one of backward.
-        RuntimeError where a tensor kept was changed in place meanwhile.
 
         It is one backward pass for each that was put off. DataParallel and ZeroOptimizer reduce
         gradients when a backward pass ends: run those within collecting() under their no_sync(),
         and this one, for the last of them, without.
+
+        Raises:
+            RuntimeError: Where a tensor kept was changed in place meanwhile.
         """
         while self._passes:
             waiting = [w for w in self._passes.pop(0).values() if w.operands]
@@ -280,11 +284,13 @@ def accumulate_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None
     chunks.
 
     main_grad [out, in], float32 or float64; dy [rows, out] and x [rows, in] of one dtype, no wider.
-    ValueError otherwise.
 
     Moves 8 bytes per weight, where a product in 16 bits and an addition move 12, and rounds once
     less. On CUDA it is one product of cuBLAS that takes 16-bit operands and accumulates in fp32; on
     the CPU, whose libraries have none, a block of operands at a time is widened to fp32.
+
+    Raises:
+        ValueError: Otherwise.
     """
     if main_grad.shape != (dy.shape[1], x.shape[1]) or len(dy) != len(x):
         raise ValueError(

@@ -25,8 +25,14 @@ VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 def free_memory(root: Path | str = "/") -> int:
-    """Bytes that are free to this process. root: the folder that has proc and sys. OSError where
-    there is no /proc."""
+    """Bytes that are free to this process.
+
+    Args:
+        root: The folder that has proc and sys.
+
+    Raises:
+        OSError: Where there is no /proc.
+    """
     root = Path(root)
     return max(
         0,
@@ -35,8 +41,11 @@ def free_memory(root: Path | str = "/") -> int:
 
 
 def total_memory(root: Path | str = "/") -> int:
-    """Bytes that this process could have if nothing else took any. root: as for `free_memory`.
-    OSError likewise."""
+    """Bytes that this process could have if nothing else took any.
+
+    Args:
+        root: As for `free_memory`. OSError likewise.
+    """
     root = Path(root)
     return min([_of_machine(root, "MemTotal"), *(limit for limit, _ in _groups(root))])
 

@@ -152,8 +152,11 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. ValueError, before anything is changed, for what is
-        none."""
+        """Continue from `state_dict()`.
+
+        Raises:
+            ValueError: Before anything is changed, for what is none.
+        """
         lacking = [
             key for key in ("scale", "good_steps", "hysteresis_left", "skipped") if key not in state
         ]
@@ -281,7 +284,10 @@ class LossScaler:
         """`optimizer.step(*args)` on unscaled gradients; not, on any rank, if any rank's have an
         inf or a nan.
 
-        Returns what the optimizer did. gradients: as for `unscale_`.
+        Returns what the optimizer did.
+
+        Args:
+            gradients: As for `unscale_`.
         """
         if not self.enabled:
             return optimizer.step(*args)

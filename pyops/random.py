@@ -59,11 +59,12 @@ def uniform(
 ) -> Tensor:
     """Uniform numbers on [0, 1) in steps of 2^-24, of `shape`, cast to `dtype` at the end.
 
-    Raises ValueError when the result would reach outside `global_shape`.
-
     Args:
         offset: Where the result stands in the whole. A number counts elements of the flattened
             whole; a sequence gives the start in each dimension of `global_shape`.
+
+    Raises:
+        ValueError: When the result would reach outside `global_shape`.
     """
     out = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     key = key_of(seed, name)

@@ -105,9 +105,11 @@ def import_weights(
     """Make a checkpoint {key: {name: tensor}} of a safetensors file, or of a folder with one or
     with several and their index.
 
-    The tensors are mapped, not read as a whole. {name: shape}. CheckpointError for files that are
-    missing or damaged, for an index that leads out of the folder, and for a checkpoint that is
-    there already.
+    The tensors are mapped, not read as a whole. {name: shape}.
+
+    Raises:
+        CheckpointError: For files that are missing or damaged, for an index that leads out of the
+            folder, and for a checkpoint that is there already.
     """
     folder = Path(folder)
     _must_be_new(folder)

@@ -45,7 +45,9 @@ def as_shards(state: Any, *, replicas: bool = False) -> Any:
 
     Of what several ranks hold alike (Replicate), the first has a Shard and the others an empty
     `Shards`, so that it is written once; replicas=True gives all of them a Shard, to be filled.
-    TypeError for other placements than Shard and Replicate.
+
+    Raises:
+        TypeError: For other placements than Shard and Replicate.
     """
     if isinstance(state, DTensor):
         for placement in state.placements:
@@ -78,7 +80,10 @@ class StorageReader(TorchReader):
     """Gives torch.distributed.checkpoint.load the tensors of a checkpoint folder; numbers and texts
     are not offered.
 
-    Names are paths: state["model"]["w"] is "model.w". CheckpointError for a damaged folder.
+    Names are paths: state["model"]["w"] is "model.w".
+
+    Raises:
+        CheckpointError: For a damaged folder.
     """
 
     def __init__(self, folder: Path | str) -> None:

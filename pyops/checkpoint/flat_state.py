@@ -32,8 +32,11 @@ def named_state(flat: Mapping[str, Any], layout: FlatLayout) -> dict[str, dict[s
 
 
 def flat_state(named: Mapping[str, Mapping[str, Any]], layout: FlatLayout) -> dict[str, Any]:
-    """The state over a flat buffer of this layout; padding is zero. Raises CheckpointError when
-    parameters are missing."""
+    """The state over a flat buffer of this layout; padding is zero.
+
+    Raises:
+        CheckpointError: When parameters are missing.
+    """
     missing = [name for name in layout.names if name not in named]
     if missing:
         raise CheckpointError(

@@ -29,15 +29,16 @@ def save(
     checkpoint that is there is replaced when all is on the disk; a folder with anything else in it
     is refused (as `pyops.hub.save` does it).
 
-    Raises CheckpointError on all ranks alike when it can't be written, a full disk for one; what
-    was in `folder` before is still whole then. Raises TypeError for a state that a checkpoint can't
-    hold, before anything is written.
-
     Args:
         state, own: Nested dicts, lists and tuples of tensors, numbers, strings, booleans and None.
             Anywhere in `state`, ranks may hold a `pyops.flat.Shard` or `Shards` of one tensor at
             one path, also where rank 0 has none: together they must cover the tensor, once, or
             CheckpointError names the path before anything is written.
+
+    Raises:
+        CheckpointError: On all ranks alike when it can't be written, a full disk for one; what was
+            in `folder` before is still whole then.
+        TypeError: For a state that a checkpoint can't hold, before anything is written.
     """
     plan = prepare(folder, state, own=own, group=group)
     error: Exception | None = None
@@ -98,8 +99,11 @@ class Checkpoints:
         self, step: int, state: Any, *, own: Any = None, group: dist.ProcessGroup | None = None
     ) -> Path:
         """`pyops.checkpoint.save`, then remove the oldest beyond `keep`; the path of the new one,
-        which in the background is there later. group: None takes the one that the Checkpoints were
-        given."""
+        which in the background is there later.
+
+        Args:
+            group: None takes the one that the Checkpoints were given.
+        """
         if self._saver is not None:
             self._saver.save(self.path(step), state, own=own, then=self._prune)
             return self.path(step)
@@ -110,8 +114,11 @@ class Checkpoints:
         return self.path(step)
 
     def wait(self) -> None:
-        """Return when all that was saved is on the disk. CheckpointError, on all ranks alike, if it
-        can't be."""
+        """Return when all that was saved is on the disk.
+
+        Raises:
+            CheckpointError: On all ranks alike, if it can't be.
+        """
         if self._saver is not None:
             self._saver.wait()
 

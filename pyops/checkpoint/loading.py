@@ -37,8 +37,9 @@ class Reader:
     """A checkpoint folder whose manifest is sound and whose files have their sizes; `state` and
     `own` have `Stored` tensors.
 
-    Raises CheckpointError naming the file. Of one process: ranks that read together agree by
-    themselves.
+    Raises:
+        CheckpointError: Naming the file. Of one process: ranks that read together agree by
+            themselves.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -170,11 +171,6 @@ def load(
 
     Without more, tensors are whole, in new CPU memory, on any number of ranks.
 
-    Raises CheckpointError on all ranks alike, before anything is filled, naming the file that is
-    missing or damaged, a manifest that can't be true, or the tensor of `into` that the checkpoint
-    has not, or in another shape. What a Stored reads is compared with its checksum when it is read.
-    A collective.
-
     Args:
         into: Nested as `state`, and may be a part of it: its tensors, `pyops.flat.Shard`s and
             `Shards` are filled, on whatever device, from the bytes they need and no others;
@@ -184,6 +180,12 @@ def load(
         lazy: Every tensor is one: `.shape`, `.dtype`, `.read()`, `.read_into(shard)`.
         compare: With either, compare all files with their checksums first, each rank a share of
             them, so that no damage is met later.
+
+    Raises:
+        CheckpointError: On all ranks alike, before anything is filled, naming the file that is
+            missing or damaged, a manifest that can't be true, or the tensor of `into` that the
+            checkpoint has not, or in another shape. What a Stored reads is compared with its
+            checksum when it is read. A collective.
     """
     check_initialized("checkpoint.load", group)
     rank, size = (

@@ -50,8 +50,11 @@ __all__ = ["Plan", "commit", "discard", "prepare", "refusal", "replace_folder", 
 
 @dataclass
 class Plan:
-    """What one rank will write. files: {file: {name: tensor}}, by reference or elsewhere. trees:
-    JSON; state's: rank 0."""
+    """What one rank will write.
+
+    Attributes:
+        files: {file: {name: tensor}}, by reference or elsewhere. trees: JSON; state's: rank 0.
+    """
 
     folder: Path
     rank: int
@@ -104,8 +107,11 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
 
 
 def write(plan: Plan) -> dict[str, Any]:
-    """Write the plan's files; what the manifest says of them. CheckpointError for a full disk,
-    say."""
+    """Write the plan's files; what the manifest says of them.
+
+    Raises:
+        CheckpointError: For a full disk, say.
+    """
     entry: dict[str, Any] = {"rank": plan.rank, "tree": plan.own_tree, "files": {}, "tensors": {}}
     try:
         for name, tensors in plan.files.items():

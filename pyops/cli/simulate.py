@@ -99,8 +99,11 @@ def _value(given: str) -> Any:
 
 
 def report(given: argparse.Namespace) -> str:
-    """The text; writes the picture and the trace. ValueError for what the schedule does not
-    take."""
+    """The text; writes the picture and the trace.
+
+    Raises:
+        ValueError: For what the schedule does not take.
+    """
     options = {}
     for pair in given.options:
         key, equals, value = pair.partition("=")

@@ -94,8 +94,11 @@ class ParallelConfig:
         return self.pp * (2 if self.schedule == "zbv" else self.v)
 
     def copies(self, num_ranks: int) -> int:
-        """How many models `num_ranks` ranks hold. ValueError where they hold no whole number of
-        them, or not `dp`."""
+        """How many models `num_ranks` ranks hold.
+
+        Raises:
+            ValueError: Where they hold no whole number of them, or not `dp`.
+        """
         name, each = (
             ("tp", str(self.tp))
             if self.pp == 1
@@ -123,8 +126,14 @@ class ParallelConfig:
         return found
 
     def cut(self, sequences: int, *, micro_batch: int) -> int:
-        """Into how many micro-batches `sequences` are cut. micro_batch: sequences in each, as they
-        are asked for; 0: nobody does. ValueError where it can't be."""
+        """Into how many micro-batches `sequences` are cut.
+
+        Args:
+            micro_batch: Sequences in each, as they are asked for; 0: nobody does.
+
+        Raises:
+            ValueError: Where it can't be.
+        """
         if self.num_microbatches:
             if micro_batch and micro_batch * self.num_microbatches != sequences:
                 raise ValueError(

@@ -24,9 +24,11 @@ __all__ = ["Batches", "validation_rows"]
 class Batches:
     """Endless batches of the train part of a corpus, as one of `num_ranks` ranks sees them.
 
-    Sequence i is the tokens [i T, i T + T], T + 1 of them: inputs and, one later, targets. Raises
-    ValueError when the ranks do not divide the global batch, CorpusError when the corpus has fewer
-    sequences than one global batch.
+    Sequence i is the tokens [i T, i T + T], T + 1 of them: inputs and, one later, targets.
+
+    Raises:
+        ValueError: When the ranks do not divide the global batch, CorpusError when the corpus has
+            fewer sequences than one global batch.
     """
 
     def __init__(
@@ -96,8 +98,11 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch after which `state` was taken. Raises CorpusError when it is of
-        another order."""
+        """Continue behind the batch after which `state` was taken.
+
+        Raises:
+            CorpusError: When it is of another order.
+        """
         own = self.state_dict()
         fixes = {
             "digest": "the same corpus, data.tokenizer and data.validation_fraction",

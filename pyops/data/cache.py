@@ -63,8 +63,9 @@ def prepare(
     """Tokenize the corpus, unless the cache has it, and open it. Rank 0 of the group builds, the
     others wait.
 
-    Raises CorpusError, on every rank alike, when the corpus is missing, empty, unreadable, or has
-    fewer tokens than one sequence of `sequence_length` and its next token, in either part.
+    Raises:
+        CorpusError: On every rank alike, when the corpus is missing, empty, unreadable, or has
+            fewer tokens than one sequence of `sequence_length` and its next token, in either part.
     """
     if config.tokenizer == "bytes" and vocab_size < 256:
         raise CorpusError(
@@ -121,7 +122,11 @@ def _build_once(config: DataConfig, vocab_size: int) -> Path:
 
 def build_aside(folder: Path, build: Callable[[Path], None]) -> Path:
     """`folder`, which has what `build` wrote into one beside it, or another process at the same
-    time; `build` writes meta.json last. Raises CorpusError where the cache can't be written."""
+    time; `build` writes meta.json last.
+
+    Raises:
+        CorpusError: Where the cache can't be written.
+    """
     aside: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

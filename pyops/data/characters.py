@@ -39,8 +39,9 @@ def load_characters(*, held_out: float = 0.1) -> tuple[Images, Images]:
     """The images to train on, and those held out: that part of them, drawn once and for all,
     whatever the seed of a run. Labels are places in CHARACTERS.
 
-    CorpusError where matplotlib, pillow or a font is not installed; ValueError for a part that
-    leaves nothing on either side.
+    Raises:
+        CorpusError: Where matplotlib, pillow or a font is not installed.
+        ValueError: For a part that leaves nothing on either side.
     """
     try:
         import matplotlib

@@ -19,8 +19,9 @@ def load_digits(*, held_out: float = 0.5) -> tuple[Images, Images]:
     """The images to train on, and those held out: that part of them, drawn once and for all,
     whatever the seed of a run.
 
-    CorpusError where scikit-learn is not installed; ValueError for a part that leaves nothing on
-    either side.
+    Raises:
+        CorpusError: Where scikit-learn is not installed.
+        ValueError: For a part that leaves nothing on either side.
     """
     try:
         from sklearn import datasets

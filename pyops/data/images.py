@@ -32,7 +32,8 @@ def split(every: Images, held_out: float, *, name: str) -> tuple[Images, Images]
     """To train on, and held out: that part of two or more, at least one in each, drawn by name,
     whatever the seed of a run.
 
-    ValueError for a part that leaves nothing on either side.
+    Raises:
+        ValueError: For a part that leaves nothing on either side.
     """
     if not 0.0 < held_out < 1.0:
         raise ValueError(
@@ -55,7 +56,10 @@ def copies(images: Tensor, count: int) -> Tensor:
     pixels each way.
 
     They are drawn by (place of the image, copy), so they are the same whenever they are made. What
-    comes in at the edges is paper. ValueError for a count below 1.
+    comes in at the edges is paper.
+
+    Raises:
+        ValueError: For a count below 1.
     """
     if count < 1:
         raise ValueError(f"count is {count}; it must be 1 or more")

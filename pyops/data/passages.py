@@ -157,8 +157,13 @@ def prepare_passages(
     group does it, others wait.
 
     config.path must be "stdlib"; validation_fraction: about that part of each file's bytes, its
-    end, is held out; max_bytes: of the text without labels. vocab_size: with the two special
-    tokens. CorpusError, on every rank alike, for what can't be done.
+    end, is held out; max_bytes: of the text without labels.
+
+    Args:
+        vocab_size: With the two special tokens.
+
+    Raises:
+        CorpusError: On every rank alike, for what can't be done.
     """
     if config.path != STANDARD_LIBRARY:
         raise CorpusError(

@@ -142,8 +142,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` found. Ranks 0 ... grid.ranks - 1 take part, and the last `idle` wait. reason:
-    in words."""
+    """What `choose` found. Ranks 0 ... grid.ranks - 1 take part, and the last `idle` wait.
+
+    Attributes:
+        reason: In words.
+    """
 
     grid: Grid
     idle: int

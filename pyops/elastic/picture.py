@@ -29,8 +29,12 @@ HUES = ("Blues", "Oranges", "Greens", "Purples", "Reds", "YlOrBr", "PuRd", "BuGn
 
 @dataclass(frozen=True)
 class LayoutSpan:
-    """Steps, one after the other, of one layout. begin, end: in epochs. seconds: that the change to
-    it took, None where it isn't known or there was none."""
+    """Steps, one after the other, of one layout.
+
+    Attributes:
+        begin, end: In epochs.
+        seconds: That the change to it took, None where it isn't known or there was none.
+    """
 
     begin: float
     end: float
@@ -56,9 +60,12 @@ def places(rows: Sequence[Row]) -> list[float]:
 
 
 def stretches(rows: Sequence[Row]) -> list[LayoutSpan]:
-    """The layouts of a run, in their order. rows: with "epoch", "frozen", "stages" and "replicas";
-    "transition_s" in a layout's first row, or the last before it, says how long the change to it
-    took."""
+    """The layouts of a run, in their order.
+
+    Args:
+        rows: With "epoch", "frozen", "stages" and "replicas"; "transition_s" in a layout's first
+            row, or the last before it, says how long the change to it took.
+    """
     ends, found, start = places(rows), list[LayoutSpan](), 0
     for i, row in enumerate(rows):
         layout = row["frozen"], row["stages"], row["replicas"]

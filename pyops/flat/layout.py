@@ -98,8 +98,11 @@ class FlatLayout:
         one after the other.
 
         Views of `local`; a tensor with nothing there has no entry, one without elements an empty
-        part. ValueError unless `local` is of one dim and exactly as long as the ranges, which must
-        lie within the buffer, in order.
+        part.
+
+        Raises:
+            ValueError: Unless `local` is of one dim and exactly as long as the ranges, which must
+                lie within the buffer, in order.
         """
         ends = [0, *(n for pair in ranges for n in pair), self.numel]
         length = sum(stop - start for start, stop in ranges)

@@ -52,8 +52,11 @@ class Placement:
     def whole(
         cls, shape: Sequence[int], *, rank: int, ranks: int, partial: bool = False
     ) -> Placement:
-        """The same on every rank; partial: where each rank's gradient comes from its own tokens
-        only."""
+        """The same on every rank.
+
+        Args:
+            partial: Where each rank's gradient comes from its own tokens only.
+        """
         return cls(tuple(shape), copies=ranks, first=rank == 0, partial=partial and ranks > 1)
 
     @classmethod

@@ -300,8 +300,11 @@ def watches_of(groups: Iterable[Mapping[str, Any]]) -> list[Watch]:
 def check_watches(
     watches: Iterable[Watch], *, refuse: Callable[[Exception], None] | None = None
 ) -> None:
-    """ValueError for the first one that finds something. refuse: raises it, and tells other
-    ranks."""
+    """ValueError for the first one that finds something.
+
+    Args:
+        refuse: Raises it, and tells other ranks.
+    """
     for watch in watches:
         error = watch()
         if error is not None:

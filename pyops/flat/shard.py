@@ -101,8 +101,11 @@ class TensorElsewhere(Protocol):
 
 
 class ShardElsewhere(Shard):
-    """A Shard whose `tensor` is read, into new memory, each time it is asked for. there: what reads
-    it."""
+    """A Shard whose `tensor` is read, into new memory, each time it is asked for.
+
+    Args:
+        there: What reads it.
+    """
 
     there: TensorElsewhere
 
@@ -143,7 +146,8 @@ class Shards:
     """Several parts of one tensor on one rank, which owns a chunk of each of several buckets; may
     be none at all.
 
-    ValueError for parts of tensors that differ in shape or dtype.
+    Raises:
+        ValueError: For parts of tensors that differ in shape or dtype.
     """
 
     parts: tuple[Shard, ...]

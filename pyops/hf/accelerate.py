@@ -126,15 +126,17 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tup
     `accelerator.accumulate(model)` sends nothing before the last of its backwards at stages 0 and
     1. At stages 2 and 3 each backward is reduced, so that no rank keeps whole gradients.
 
-    Raises ValueError or TypeError, before anything is changed, for an Accelerator of DeepSpeed,
-    FSDP, Megatron or one that compiles, another model than the optimizer's, a group that is not of
-    all of Accelerate's processes, reduction="sum" and a scaled precision. Its state_dict() raises
-    RuntimeError, since `accelerator.save_state()` would write rank 0's part alone.
-
     Args:
         model: It comes back itself, with Accelerate's autocast on its forward.
         optimizer: Of this model; it comes back as an AcceleratedOptimizer, which steps where
             gradients are complete. Data loaders and schedulers go to accelerator.prepare().
+
+    Raises:
+        ValueError, TypeError: Before anything is changed, for an Accelerator of DeepSpeed, FSDP,
+            Megatron or one that compiles, another model than the optimizer's, a group that is not
+            of all of Accelerate's processes, reduction="sum" and a scaled precision. Its
+            state_dict() raises RuntimeError, since `accelerator.save_state()` would write rank 0's
+            part alone.
     """
     _check(accelerator, model, optimizer)
     accelerator.prepare_model(model, evaluation_mode=True, device_placement=False)

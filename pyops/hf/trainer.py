@@ -51,14 +51,15 @@ class ZeroTraining:
     """The part of a Trainer that trains over ZeroOptimizer, named before the Trainer: class
     Mine(ZeroTraining, SFTTrainer).
 
-    Raises ValueError, when it is made, for options which cannot work together, with what to do
-    instead.
-
     Args:
         zero: ZeroConfig(stage=2), say. The optimizer's class, its options, param groups and
             clipping are those of TrainingArguments, or optimizer_cls_and_kwargs=(pyops.optim.AdamW,
             {"lr": 1e-4}). Everything else is the Trainer's. `zero_optimizer` is the ZeroOptimizer,
             once train() has begun.
+
+    Raises:
+        ValueError: When it is made, for options which cannot work together, with what to do
+            instead.
     """
 
     zero_optimizer: ZeroOptimizer | None = None

@@ -74,8 +74,11 @@ class ConfigFields:
         of: str = "numbers",
         most: int | None = None,
     ) -> Any:
-        """A whole number, `least` or more. of: what it can't be more than, unless `most` says: of
-        "numbers" or "tensors"."""
+        """A whole number, `least` or more.
+
+        Args:
+            of: What it can't be more than, unless `most` says: of "numbers" or "tensors".
+        """
         expected = f"a whole number, {least} or more"
         found = self._value(key, default, optional, expected)
         if found is default:

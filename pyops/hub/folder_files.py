@@ -57,7 +57,11 @@ def is_hub_folder(path: Path | str) -> bool:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """What config.json says. HubError when it is missing or damaged."""
+    """What config.json says.
+
+    Raises:
+        HubError: When it is missing or damaged.
+    """
     path = Path(folder) / CONFIG
     try:
         if path.stat().st_size > MAX_CONFIG:
@@ -87,7 +91,10 @@ class Weights:
 
     def read(self, name: str, box: Box) -> Tensor:
         """Box (offset, size) of a tensor: a new tensor on the CPU, or a view of the mapped file.
-        HubError for damage."""
+
+        Raises:
+            HubError: For damage.
+        """
         where = tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
         try:
             found: Tensor = self._slices[name][where] if where else self._slices[name][...]
@@ -101,8 +108,11 @@ class Weights:
 
 @contextmanager
 def open_weights(folder: Path | str) -> Iterator[Weights]:
-    """The folder's tensors while the files are open. HubError for files that are missing, damaged
-    or cut short."""
+    """The folder's tensors while the files are open.
+
+    Raises:
+        HubError: For files that are missing, damaged or cut short.
+    """
     folder = Path(folder)
     try:
         wanted = weight_files(folder)

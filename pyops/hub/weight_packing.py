@@ -79,13 +79,20 @@ class Packing(ABC):
 
     @abstractmethod
     def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
-        """The file's tensors that a whole parameter of this shape is made of; heads: for
-        `Grouped`."""
+        """The file's tensors that a whole parameter of this shape is made of.
+
+        Args:
+            heads: For `Grouped`.
+        """
 
 
 @dataclass(frozen=True)
 class Same(Packing):
-    """One tensor, as it is; leading: dims of size 1 that the file has in front."""
+    """One tensor, as it is.
+
+    Attributes:
+        leading: Dims of size 1 that the file has in front.
+    """
 
     name: str
     leading: int = 0

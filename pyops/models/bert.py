@@ -44,7 +44,11 @@ __all__ = ["BERT", "BERTConfig"]
 
 @dataclass(frozen=True)
 class BERTConfig:
-    """The shape of a BERT. ValueError where a field has no sense, naming it and its value."""
+    """The shape of a BERT.
+
+    Raises:
+        ValueError: Where a field has no sense, naming it and its value.
+    """
 
     vocab_size: int = 30522
     """Number of words."""
@@ -344,8 +348,10 @@ class BERT(nn.Module):
         """-ln p(target) of the masked tokens, plus that of next_B [B] (0: the second sentence
         follows), the same on every rank.
 
-        targets: -100 where a token is not masked, which does not count. reduction: each part's
-        "mean", or "sum".
+        targets: -100 where a token is not masked, which does not count.
+
+        Args:
+            reduction: Each part's "mean", or "sum".
         """
         found = self(
             tokens_BT, targets_BT, types=types, mask=mask, next_B=next_B, reduction=reduction
@@ -354,8 +360,11 @@ class BERT(nn.Module):
         return found
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its
-        children's, and its table."""
+        """Draw all parameters anew.
+
+        Args:
+            only: A module of this model: its own parameters, not its children's, and its table.
+        """
         if isinstance(only, Rotary):
             only.fill()
         initialize_model_(self, seed=seed, std=0.02, only=only)

@@ -98,7 +98,11 @@ class BERTClassifier(nn.Module):
         mask: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Logits; with labels, `loss`. types, mask: [B, T], as of BERT."""
+        """Logits; with labels, `loss`.
+
+        Args:
+            types, mask: [B, T], as of BERT.
+        """
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
         if shape[1] > self.config.sequence_length:
             raise ValueError(
@@ -120,14 +124,20 @@ class BERTClassifier(nn.Module):
     def loss(
         self, tokens_BT: Tensor, labels_B: Tensor, *, reduction: str = "mean", **inputs: Tensor
     ) -> Tensor:
-        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over
-        those that do, or "sum"."""
+        """-ln p(label), the same on every rank; labels of -100 don't count.
+
+        Args:
+            reduction: "mean" over those that do, or "sum".
+        """
         result: Tensor = self(tokens_BT, labels_B, reduction=reduction, **inputs)
         return result
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its
-        children's, and its table."""
+        """Draw all parameters anew.
+
+        Args:
+            only: A module of this model: its own parameters, not its children's, and its table.
+        """
         if isinstance(only, Rotary):
             only.fill()
         initialize_model_(self, seed=seed, std=0.02, only=only)

@@ -52,7 +52,11 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. ValueError where a field has no sense, naming it and its value."""
+    """The shape of a GPT.
+
+    Raises:
+        ValueError: Where a field has no sense, naming it and its value.
+    """
 
     vocab_size: int = 256
     """Number of words."""
@@ -383,8 +387,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its
-        children's, and its table."""
+        """Draw all parameters anew.
+
+        Args:
+            only: A module of this model: its own parameters, not its children's, and its table.
+        """
         if isinstance(only, Rotary):
             only.fill()
         residual = 0.02 / math.sqrt(2 * self.config.num_layers)

@@ -66,8 +66,11 @@ class ModelLayout:
         return Dropout(p, width=width, group=self.ranks, sequence_parallel=self.sequence_parallel)
 
     def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
-        """A linear layer that every rank holds whole. per_token: applied to tokens as a rank holds
-        them."""
+        """A linear layer that every rank holds whole.
+
+        Args:
+            per_token: Applied to tokens as a rank holds them.
+        """
         layer = nn.Linear(in_features, out_features, device=self.device, dtype=self.dtype)
         if per_token:
             layer.placements = {name: self.placement(p) for name, p in layer.named_parameters()}  # type: ignore[assignment]

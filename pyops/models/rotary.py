@@ -19,9 +19,11 @@ class Rotary(nn.Module):
     below `length`.
 
     One for all blocks of a model, computed in fp64 and kept in fp32, whatever the model is cast to.
-    stretch: as in Llama 3.1, for a model that was trained on `trained` tokens: pairs that turn less
-    than `low` times over them turn that much slower, those that turn more than `high` times do not
-    change.
+
+    Args:
+        stretch: As in Llama 3.1, for a model that was trained on `trained` tokens: pairs that turn
+            less than `low` times over them turn that much slower, those that turn more than `high`
+            times do not change.
     """
 
     table_2TK: Tensor

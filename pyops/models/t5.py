@@ -46,7 +46,11 @@ __all__ = ["T5", "T5Config"]
 
 @dataclass(frozen=True)
 class T5Config:
-    """The shape of a T5. ValueError where a field has no sense, naming it and its value."""
+    """The shape of a T5.
+
+    Raises:
+        ValueError: Where a field has no sense, naming it and its value.
+    """
 
     vocab_size: int = 32128
     """Number of words."""
@@ -410,8 +414,11 @@ class T5(nn.Module):
     def set_dropout(
         self, shape: Shape, decoder_shape: Shape, *, seed: int, step: int, first_row: int = 0
     ) -> None:
-        """Key all dropout for the next forward, as GPT.set_dropout does; shape: (B, S),
-        decoder_shape: (B, T)."""
+        """Key all dropout for the next forward, as GPT.set_dropout does.
+
+        Args:
+            shape: (B, S), decoder_shape: (B, T).
+        """
         if not (self.config.dropout or self.config.attention_dropout):
             return
         for name, stack, own in (

@@ -38,7 +38,11 @@ __all__ = ["ViT", "ViTConfig"]
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a ViT. ValueError where a field has no sense, naming it and its value."""
+    """The shape of a ViT.
+
+    Raises:
+        ValueError: Where a field has no sense, naming it and its value.
+    """
 
     num_labels: int = 1000
     """Number of labels."""
@@ -258,14 +262,20 @@ class ViT(nn.Module):
         )
 
     def loss(self, images_BCSS: Tensor, labels_B: Tensor, *, reduction: str = "mean") -> Tensor:
-        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over
-        those that do, or "sum"."""
+        """-ln p(label), the same on every rank; labels of -100 don't count.
+
+        Args:
+            reduction: "mean" over those that do, or "sum".
+        """
         result: Tensor = self(images_BCSS, labels_B, reduction=reduction)
         return result
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its
-        children's."""
+        """Draw all parameters anew.
+
+        Args:
+            only: A module of this model: its own parameters, not its children's.
+        """
         initialize_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, num_images: int, *, seed: int, step: int, first_row: int = 0) -> None:

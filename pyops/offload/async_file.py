@@ -43,8 +43,11 @@ class Transfer:
         self._waiting = True
 
     def wait(self) -> Tensor:
-        """The tensor, when all its bytes have moved. OSError, naming file, bytes and offset; only
-        the first time."""
+        """The tensor, when all its bytes have moved.
+
+        Raises:
+            OSError: Naming file, bytes and offset; only the first time.
+        """
         if self._waiting:
             self._waiting = False
             self._file.wait(self._ticket)

@@ -370,8 +370,10 @@ class Offloaded:
         """Take `state`, as `read` gives it, for the parameter's; with a "master", its target is
         that, rounded.
 
-        A "master" alone leaves the other states as they are. ValueError, before anything is
-        written, where an entry is missing or has another shape.
+        A "master" alone leaves the other states as they are.
+
+        Raises:
+            ValueError: Before anything is written, where an entry is missing or has another shape.
         """
         number = self._index(parameter)
         target = self._targets[number]

@@ -45,8 +45,9 @@ def rehearse(
     """Dtypes, by name, of the states that have an entry for each element of a parameter of `dtype`
     in `group`.
 
-    TypeError for an optimizer that does not step each element by itself, or needs more than
-    gradients.
+    Raises:
+        TypeError: For an optimizer that does not step each element by itself, or needs more than
+            gradients.
     """
     who = type(optimizer).__name__
     generator = torch.Generator(device="cpu").manual_seed(0)

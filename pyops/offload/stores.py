@@ -72,7 +72,8 @@ class DiskStore:
     """Regions in a file of `folder` that has no name: the disk's space comes back when the process
     ends, however it does.
 
-    OSError, naming file and size, when the disk has no room for all of it.
+    Raises:
+        OSError: Naming file and size, when the disk has no room for all of it.
     """
 
     AHEAD = 3  # regions in memory: one is read, one stepped, one written

@@ -55,8 +55,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tile:
-    """Segments that are stepped together. offset: of their region in the file; nbytes: its length,
-    a multiple of a page."""
+    """Segments that are stepped together.
+
+    Attributes:
+        offset: Of their region in the file.
+        nbytes: Its length, a multiple of a page.
+    """
 
     segments: tuple[Segment, ...]
     offset: int
@@ -69,8 +73,10 @@ def plan_tiles(
     """Cut parameters, given as (number of elements, dtypes of its states by name), into tiles of
     about `tile_bytes` of states.
 
-    A parameter without states counts by its elements, 4 bytes each. ValueError for a tile_bytes
-    below 64 KiB.
+    A parameter without states counts by its elements, 4 bytes each.
+
+    Raises:
+        ValueError: For a tile_bytes below 64 KiB.
     """
     if tile_bytes < 64 << 10:
         raise ValueError(f"tile_bytes is {tile_bytes}; give 65536 or more, 32 MiB say")

@@ -22,8 +22,12 @@ __all__ = ["Far", "Loaded", "Near"]
 
 
 class Loaded(NamedTuple):
-    """A segment on its way to be stepped. parameter: None where its values are a state. gradient:
-    None where there is none."""
+    """A segment on its way to be stepped.
+
+    Attributes:
+        parameter: None where its values are a state.
+        gradient: None where there is none.
+    """
 
     segment: Segment
     parameter: Tensor | None

@@ -47,8 +47,13 @@ __all__ = ["Communicating", "Verdict"]
 
 
 class Verdict(NamedTuple):
-    """What the ranks found together. norm: of the gradients, as if each rank's were the whole;
-    finite: on every rank. extra: rank 0's number, for decisions that rounding must not split."""
+    """What the ranks found together.
+
+    Attributes:
+        norm: Of the gradients, as if each rank's were the whole.
+        finite: On every rank.
+        extra: Rank 0's number, for decisions that rounding must not split.
+    """
 
     norm: float
     finite: bool

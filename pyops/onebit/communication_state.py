@@ -62,10 +62,12 @@ class CommunicationState(Communicating):
         Saved by another number of ranks: give every rank the errors of all ranks, merged by
         pyops.comm.compression.error_feedback.merge or by a checkpoint of pyops.checkpoint; they are
         divided among the ranks anew and their sum stays. A state_dict of AdamW begins the warm-up
-        where AdamW was. Raises ValueError on every rank, and changes nothing, for another codec
-        once anything was
-        compressed, for another optimizer, other groups or shapes, and for ranks that bring
-        different phases.
+        where AdamW was.
+
+        Raises:
+            ValueError: On every rank, and changes nothing, for another codec once anything was
+                compressed, for another optimizer, other groups or shapes, and for ranks that bring
+                different phases.
         """
         with ranks_agree(self.group):
             self._check_communication(state_dict)

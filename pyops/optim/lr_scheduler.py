@@ -76,8 +76,11 @@ class _ClosedForm(LRScheduler):
 
 
 class Warmup(_ClosedForm):
-    """From near 0 to the group's rate in `steps` steps, then constant. kind: "linear" or "log"
-    (`warmup_ratio`)."""
+    """From near 0 to the group's rate in `steps` steps, then constant.
+
+    Args:
+        kind: "linear" or "log" (`warmup_ratio`).
+    """
 
     def __init__(
         self,

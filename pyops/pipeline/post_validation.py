@@ -197,7 +197,11 @@ class _Copies:
         self._options: list[dict[str, Any]] = []
 
     def take(self, *, with_values: bool) -> None:
-        """Copy; into the memory of the last copies. with_values: parameters and states too."""
+        """Copy; into the memory of the last copies.
+
+        Args:
+            with_values: Parameters and states too.
+        """
         self._options = [_options(group) for group in self.optimizer.param_groups]
         if not with_values:
             return

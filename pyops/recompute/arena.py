@@ -62,8 +62,11 @@ class Arena:
             weakref.finalize(self, _unpin, self._arena, self._arena.address).atexit = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised contiguous tensor. RuntimeError, naming the sizes, where that much is
-        not free."""
+        """An uninitialised contiguous tensor.
+
+        Raises:
+            RuntimeError: Naming the sizes, where that much is not free.
+        """
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")

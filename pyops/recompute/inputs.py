@@ -27,8 +27,12 @@ LABEL = "the input of a recomputed part"
 
 
 class Kept(NamedTuple):
-    """A copy of an input, or of a part of it. part: 1-D. ready: of a copy to the host that may
-    still be under way."""
+    """A copy of an input, or of a part of it.
+
+    Attributes:
+        part: 1-D.
+        ready: Of a copy to the host that may still be under way.
+    """
 
     part: Tensor
     shape: torch.Size

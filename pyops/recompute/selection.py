@@ -28,7 +28,10 @@ Choice = str | type[nn.Module] | nn.Module
 
 class Recomputed:
     """Stands in for a module's forward. replaced: `forward` was set on the instance before.
-    options: of `checkpoint`."""
+
+    Args:
+        options: Of `checkpoint`.
+    """
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self.forward, self.replaced, self.options = (
@@ -52,15 +55,16 @@ def apply(
 ) -> list[str]:
     """Recompute every call of the chosen modules of `model`; returns their names.
 
-    ValueError, before anything is changed: a choice that no module answers to, a module that is
-    chosen a second time.
-
     Args:
         modules: Names as in `model.named_modules()`, with shell wildcards ("blocks.*.mlp"; a
             wildcard stops at a dot); classes; modules of the model.
         partition_group, offload, arena: See `checkpoint`.
         prefetch: While backward is in one of them, the inputs of the one before it are fetched;
             False: each waits for its own.
+
+    Raises:
+        ValueError: Before anything is changed: a choice that no module answers to, a module that is
+            chosen a second time.
     """
     keeping_of(partition_group, offload, arena, [])
     choices = [modules] if isinstance(modules, str | type | nn.Module) else list(modules)

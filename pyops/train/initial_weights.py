@@ -28,8 +28,9 @@ SAME_DATA = {"masked_text", "passages"}  # tasks over one text, of which the sam
 def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
     """The model of a run's newest checkpoint, which stays on the disk.
 
-    ConfigError, on every rank alike, where there is none, and where it may have learnt from what
-    the task holds out.
+    Raises:
+        ConfigError: On every rank alike, where there is none, and where it may have learnt from
+            what the task holds out.
     """
     latest = on_first_rank(Checkpoints(folder / "checkpoints").latest)
     if latest is None:

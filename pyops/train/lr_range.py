@@ -32,12 +32,13 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
     """Train from the beginning with rates from MIN to MAX in STEPS steps; the rate at which the
     loss falls fastest, or None.
 
-    Raises ConfigError on every rank alike.
-
     Args:
         sweep: "MIN:MAX:STEPS". Leaves lr_range.png and metrics.jsonl in <name>-lr-range, and no
             checkpoint. Smith, Cyclical learning rates for training neural networks, WACV 2017,
             section 3.3.
+
+    Raises:
+        ConfigError: On every rank alike.
     """
     least, most, steps = _parse(sweep)
     name = f"{config.name}-lr-range"

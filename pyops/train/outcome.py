@@ -9,8 +9,12 @@ __all__ = ["Outcome"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses in nats per byte of text, or per term of a task's loss; accuracy: of held-out samples,
-    where that is the score. stopped_by: the signal, 0 when all steps were done."""
+    """Losses in nats per byte of text, or per term of a task's loss.
+
+    Attributes:
+        accuracy: Of held-out samples, where that is the score.
+        stopped_by: The signal, 0 when all steps were done.
+    """
 
     steps: int
     validation_loss: float | None

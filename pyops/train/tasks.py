@@ -75,7 +75,11 @@ class Task(ABC):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """A model with `layers()`: embedding, blocks, head. seed: as of GPT."""
+        """A model with `layers()`: embedding, blocks, head.
+
+        Args:
+            seed: As of GPT.
+        """
 
     @property
     def layer_names(self) -> list[str]:
@@ -87,8 +91,13 @@ class Task(ABC):
         samples int64 [n].
 
         Named tensors [n, ...] are to be cut like the batch, the rest goes whole; `shape` is for the
-        caller to add. Rows of sample PADDING have some input, and no target that counts. held_out:
-        numbers are of the held-out samples. ValueError for a number that no sample has.
+        caller to add. Rows of sample PADDING have some input, and no target that counts.
+
+        Args:
+            held_out: Numbers are of the held-out samples.
+
+        Raises:
+            ValueError: For a number that no sample has.
         """
         bound = self.held_out if held_out else self.samples
         padding = samples == PADDING
@@ -119,14 +128,20 @@ class Task(ABC):
         )
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """-ln p(target), summed over what counts. output: of the last layer. Scalar, fp32 (fp64 of
-        an fp64 model)."""
+        """-ln p(target), summed over what counts.
+
+        Args:
+            output: Of the last layer. Scalar, fp32 (fp64 of an fp64 model).
+        """
         output = output if output.dtype == torch.float64 else output.float()
         return functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """By `metric`: how many of the rows that count are right; or their nats. output: of
-        held-out rows. fp64 scalar."""
+        """By `metric`: how many of the rows that count are right; or their nats.
+
+        Args:
+            output: Of held-out rows. fp64 scalar.
+        """
         return (output.argmax(dim=-1) == target).sum().double()  # no label is IGNORED
 
     def augmentation(self, epoch: int) -> int:
@@ -336,8 +351,9 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     """The task of `config.task`. Rank 0 of the group (None: the default one) builds what is cached,
     so all ranks call it.
 
-    Raises ConfigError for a model that can't be cut into layers, CorpusError for data that is not
-    there.
+    Raises:
+        ConfigError: For a model that can't be cut into layers, CorpusError for data that is not
+            there.
     """
     options, data = config.task, config.data
     if options.kind in IMAGES:

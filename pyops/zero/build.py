@@ -184,7 +184,11 @@ def lay_out_units(
     units: IsUnit | Sequence[nn.Module] | None,
     whole_below: int,
 ) -> Layout:
-    """The units and buffers of stage 3. units, whole_below: see ZeroConfig."""
+    """The units and buffers of stage 3.
+
+    Args:
+        units, whole_below: See ZeroConfig.
+    """
     trained = shards.trained
     plans, whole = find_units(
         model, units, trained=trained, whole_below=whole_below, device=shards.device

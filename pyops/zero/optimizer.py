@@ -354,7 +354,9 @@ class ZeroOptimizer(Savable):
         loss scale and all; 0 where there is none. A collective.
 
         With pp_group: of this rank's parameters; of what several stages hold, of this one's part.
-        ValueError with tp_group, and for gradients that are compressed to 1 bit.
+
+        Raises:
+            ValueError: With tp_group, and for gradients that are compressed to 1 bit.
         """
         if self.tensor_parallel is not None or (
             self.one_bit is not None and self.one_bit.compressed
@@ -378,8 +380,10 @@ class ZeroOptimizer(Savable):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step, with all ranks; returns what `closure` returned, called with grad enabled.
 
-        A collective: every rank must call it. DisagreementError, on every rank, for ranks with
-        different options.
+        A collective: every rank must call it.
+
+        Raises:
+            DisagreementError: On every rank, for ranks with different options.
         """
         if self.closed:
             raise RuntimeError("this ZeroOptimizer is closed; make a new one of the model")

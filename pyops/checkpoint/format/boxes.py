@@ -12,8 +12,11 @@ __all__ = ["views"]
 
 
 def views(target: Tensor | Shard | Shards, *, flat: bool) -> list[tuple[Box, Tensor]]:
-    """The target's boxes, each with the view of its memory. flat: of the flattened tensor, where
-    all of it is ranges."""
+    """The target's boxes, each with the view of its memory.
+
+    Args:
+        flat: Of the flattened tensor, where all of it is ranges.
+    """
     if isinstance(target, Tensor):
         if flat:
             return [(((0,), (target.numel(),)), target.view(-1))]

@@ -80,9 +80,10 @@ def take_apart(
     """The JSON tree of `value`; its tensors are added to `tensors` under the path that leads to
     them.
 
-    Raises TypeError, naming the path in `what`, for anything else than dicts with string or integer
-    keys, lists, tuples, tensors, numbers, strings, booleans and None, and for a state that is
-    nested too deep.
+    Raises:
+        TypeError: Naming the path in `what`, for anything else than dicts with string or integer
+            keys, lists, tuples, tensors, numbers, strings, booleans and None, and for a state that
+            is nested too deep.
     """
     if isinstance(value, Tensor):
         unique = name or "tensor"
@@ -120,8 +121,11 @@ def take_apart(
 
 
 def restore(tree: Any, find: Callable[[Mapping[str, Any], str], T], *, name: str = "") -> Any:
-    """The value that `take_apart` took apart. find: what to put where tensors were: (node that
-    names a tensor, its path)."""
+    """The value that `take_apart` took apart.
+
+    Args:
+        find: What to put where tensors were: (node that names a tensor, its path).
+    """
     prefix = f"{name}." if name else ""
     if isinstance(tree, list):
         return [restore(item, find, name=f"{prefix}{i}") for i, item in enumerate(tree)]
@@ -136,8 +140,11 @@ def restore(tree: Any, find: Callable[[Mapping[str, Any], str], T], *, name: str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises CheckpointError when there is none, or one of
-    something else."""
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointError: When there is none, or one of something else.
+    """
     path, fix = folder / MANIFEST, f"delete {folder} and use an earlier checkpoint"
     try:
         found = os.stat(path)

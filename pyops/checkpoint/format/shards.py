@@ -96,8 +96,9 @@ def describe(
 def merge(cards: Sequence[Mapping[StatePath, Sequence[Card]]]) -> dict[StatePath, Sharded]:
     """Every path's tensor, made of the shards of all ranks (in rank order).
 
-    CheckpointError, naming the path, for shards of tensors that differ, that overlap, or that leave
-    a gap.
+    Raises:
+        CheckpointError: Naming the path, for shards of tensors that differ, that overlap, or that
+            leave a gap.
     """
     together: dict[StatePath, list[tuple[int, Card]]] = {}
     for rank, of_rank in enumerate(cards):
@@ -173,8 +174,9 @@ def check_cover(name: str, shape: list[int], members: Sequence[tuple[str, Card]]
 def insert(state: Any, wholes: Mapping[StatePath, Sharded]) -> Any:
     """`state` with each path's whole in place of a shard, or added where this rank had none.
 
-    CheckpointError, naming the path, where this rank holds something else there, or no dict that
-    the path could be added to.
+    Raises:
+        CheckpointError: Naming the path, where this rank holds something else there, or no dict
+            that the path could be added to.
     """
     return _insert(state, dict(wholes), ())
 

@@ -85,7 +85,11 @@ class Stored:
         return prod(self.shape)
 
     def read(self) -> Tensor:
-        """The whole tensor, in new CPU memory. CheckpointError for a damaged file."""
+        """The whole tensor, in new CPU memory.
+
+        Raises:
+            CheckpointError: For a damaged file.
+        """
         self.compare()
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(whole)

@@ -209,8 +209,11 @@ class TensorFile:
         return descriptor
 
     def compare(self, start: int, stop: int) -> None:
-        """Compare the blocks of bytes [start, stop) with their checksums, each once. ValueError
-        where they differ."""
+        """Compare the blocks of bytes [start, stop) with their checksums, each once.
+
+        Raises:
+            ValueError: Where they differ.
+        """
         if self._crcs is None or start >= stop:
             return
         wanted = [

@@ -63,10 +63,12 @@ class HookState:
         self._streams: dict[torch.device, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors by parameter name, as `DataParallel.communication_state`. ValueError when
-        `ddp_hook` was given no model.
+        """The errors by parameter name, as `DataParallel.communication_state`.
 
         The tensors share memory with the errors in use: save or copy them before the next backward.
+
+        Raises:
+            ValueError: When `ddp_hook` was given no model.
         """
         self._named_parameters()
         if not self._memories:
@@ -81,8 +83,9 @@ class HookState:
         """Take up the errors of a run on any number of ranks, as a checkpoint gives them; they
         replace those of this one.
 
-        ValueError for the state of another codec (naming both) or of another model, or when
-        `ddp_hook` was given no model.
+        Raises:
+            ValueError: For the state of another codec (naming both) or of another model, or when
+                `ddp_hook` was given no model.
         """
         check_codec(state, self.codec)
         absent = [name for name in self._named_parameters() if name not in state["worker"]]
@@ -212,7 +215,6 @@ def ddp_hook(
     Works with no_sync, find_unused_parameters, static_graph and gradient_as_bucket_view. Of a
     parameter that no rank used, DDP throws away what came out of the reduction, and a hook is not
     told: that part of its errors is lost. One rank alone compresses nothing. On CUDA not yet run.
-    TypeError for what is no codec.
 
     Li et al., PyTorch Distributed, VLDB 2020; error feedback: Karimireddy et al., ICML 2019.
 
@@ -221,6 +223,9 @@ def ddp_hook(
         group: DDP's; None: all ranks.
         model: The module, or its DDP, for the names under which `state.state_dict()` saves the
             errors; training alone does not need it.
+
+    Raises:
+        TypeError: For what is no codec.
     """
     check_initialized("ddp_hook", group)
     if not isinstance(codec, Codec):

@@ -128,9 +128,10 @@ class FSDPReduceScatter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the errors of a run on as many ranks; they replace those of this one.
 
-        ValueError for the state of another codec (naming both). On another number of ranks FSDP's
-        input has another layout, of which this object knows nothing: ValueError when such errors
-        would be used.
+        Raises:
+            ValueError: For the state of another codec (naming both). On another number of ranks
+                FSDP's input has another layout, of which this object knows nothing: ValueError when
+                such errors would be used.
         """
         check_codec(state, self.codec)
         self._memories, self._loaded = {}, dict(state["worker"])

@@ -295,8 +295,11 @@ class Communicator:
     # ----------------------------------------------------------------------------------------------
 
     def shared_memory(self) -> SharedMemory:
-        """Collective at the first call. ValueError, on every rank alike, when the ranks can't share
-        memory."""
+        """Collective at the first call.
+
+        Raises:
+            ValueError: On every rank alike, when the ranks can't share memory.
+        """
         if self._shared is None:
             self.agree("shared memory for the first time")
             try:
@@ -385,8 +388,11 @@ class Communicator:
         """DisagreementError, on every rank, unless all ranks are about to run this very collective.
 
         Gloo ends the process when a message has another size than expected, so ranks compare first,
-        by a small message to each. refusal: why this rank can't take part. It is raised here, and
-        told to the others, who raise a DisagreementError.
+        by a small message to each.
+
+        Args:
+            refusal: Why this rank can't take part. It is raised here, and told to the others, who
+                raise a DisagreementError.
         """
         name = str(dtype).removeprefix("torch.").encode()[:16] if refusal is None else _REFUSED
         check = zlib.crc32(repr((kind, details)).encode())

@@ -165,8 +165,12 @@ def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> Non
 def all_reduce(
     x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0, offset: int = 0
 ) -> None:
-    """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size on all ranks.
-    segment, offset: elements."""
+    """x = scale * (sum of x over ranks), in place.
+
+    Args:
+        x: Flat, contiguous, of one size on all ranks.
+        segment, offset: Elements.
+    """
     if transport.size == 1:
         scale_in_place(x, scale=scale)
         return
@@ -194,8 +198,11 @@ def reduce_scatter(
     segment: int,
     scale: float = 1.0,
 ) -> None:
-    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]). x, out: flat, contiguous;
-    x is left as it is."""
+    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]).
+
+    Args:
+        x, out: Flat, contiguous; x is left as it is.
+    """
     mine = starts[transport.rank]
     if transport.size == 1:
         out.copy_(x)

@@ -105,8 +105,11 @@ class SharedMemory:
     def all_reduce(
         self, x: Tensor, *, scale: float = 1.0, tag: int = 0, spins: int = SPINS_ALONE
     ) -> None:
-        """x = scale * (sum over ranks in rank order), in place. x: flat, contiguous, as
-        `arithmetic.summable_view` gives it."""
+        """x = scale * (sum over ranks in rank order), in place.
+
+        Args:
+            x: Flat, contiguous, as `arithmetic.summable_view` gives it.
+        """
         status = self._ring.all_reduce(
             x.data_ptr(), x.numel(), _CODES[x.dtype], scale, tag, spins, self.timeout
         )

@@ -66,8 +66,12 @@ def _gather(x: Tensor, slices: list[tuple[int, int]], *, transport: Transport) -
 
 
 def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0) -> None:
-    """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size everywhere.
-    segment: elements per slice."""
+    """x = scale * (sum of x over ranks), in place.
+
+    Args:
+        x: Flat, contiguous, of one size everywhere.
+        segment: Elements per slice.
+    """
     if transport.size == 1:
         scale_in_place(x, scale=scale)
         return
@@ -111,8 +115,11 @@ def reduce_scatter(
     segment: int,
     scale: float = 1.0,
 ) -> None:
-    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]). x, out: flat, contiguous;
-    x is left as it is."""
+    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]).
+
+    Args:
+        x, out: Flat, contiguous; x is left as it is.
+    """
     if transport.size == 1:
         out.copy_(x)
         scale_in_place(out, scale=scale)

@@ -88,7 +88,11 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-        """out = scale * the numbers of the payload. out: fp32, bf16 or fp16, rounded once."""
+        """out = scale * the numbers of the payload.
+
+        Args:
+            out: fp32, bf16 or fp16, rounded once.
+        """
 
     @abstractmethod
     def sum_rows(self, out: Tensor, payloads: Sequence[Tensor], *, scale: float = 1.0) -> None:

@@ -38,8 +38,11 @@ Slices = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Memory:
-    """What a collective may write beside its result. seed: keys rounding at random, another one for
-    each call."""
+    """What a collective may write beside its result.
+
+    Attributes:
+        seed: Keys rounding at random, another one for each call.
+    """
 
     worker: Tensor | None = None
     server: Tensor | None = None
@@ -292,8 +295,12 @@ def all_reduce(
     memory: Memory | None = None,
     scale: float = 1.0,
 ) -> None:
-    """x = scale * (sum of x over ranks), as the codec says it, in place. x: flat, contiguous.
-    segment: elements of a piece."""
+    """x = scale * (sum of x over ranks), as the codec says it, in place.
+
+    Args:
+        x: Flat, contiguous.
+        segment: Elements of a piece.
+    """
     starts = chunk_starts(x.numel(), size=transport.size, multiple=codec.multiple)
     rounds = _rounds(starts, codec=codec, segment=segment)
     shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(False, True))

@@ -119,8 +119,11 @@ class Int8(_EightBits):
 
 @dataclass(frozen=True)
 class FP8(_EightBits):
-    """8-bit floats times a scale per block. format: "e4m3" (4 bits of exponent, 3 of fraction) or
-    "e5m2"."""
+    """8-bit floats times a scale per block.
+
+    Attributes:
+        format: "e4m3" (4 bits of exponent, 3 of fraction) or "e5m2".
+    """
 
     format: str = "e4m3"
 

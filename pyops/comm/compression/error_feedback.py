@@ -34,8 +34,11 @@ def chunk_starts(numel: int, *, size: int, multiple: int) -> list[int]:
 
 
 def check_state(state: Any, *, merged: bool = True) -> None:
-    """ValueError for what is no state of errors. merged: whether whole tensors will do in place of
-    shards."""
+    """ValueError for what is no state of errors.
+
+    Args:
+        merged: Whether whole tensors will do in place of shards.
+    """
     if not isinstance(state, Mapping) or "codec" not in state:
         raise ValueError(
             f"this is no state of errors but a {type(state).__name__}; pass what state_dict() gave"
@@ -159,8 +162,11 @@ class ErrorFeedback:
         `merge` does.
 
         From another number of ranks: every worker gets the mean of the old ones, and the servers
-        are cut anew, so that mean(workers) + servers stays. ValueError, before anything is changed,
-        for another codec, other tensors, or a state that lacks some ranks' errors.
+        are cut anew, so that mean(workers) + servers stays.
+
+        Raises:
+            ValueError: Before anything is changed, for another codec, other tensors, or a state
+                that lacks some ranks' errors.
         """
         check_state(state)
         if state["codec"] != self.codec.name:
@@ -228,7 +234,10 @@ class ErrorFeedback:
 
 def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state of all ranks' states: worker tensors [ranks, *shape], server tensors whole.
-    ValueError when a part lacks."""
+
+    Raises:
+        ValueError: When a part lacks.
+    """
     if isinstance(states, Mapping):
         raise TypeError("states is one state; pass a list of those of all ranks")
     if not states:

@@ -41,7 +41,11 @@ DEAD = 1e-6
 @dataclass(frozen=True)
 class Family:
     """Matrices of one shape [rows, columns], worked on as one batch: tensors number `members` of a
-    layout. rank: of P and Q."""
+    layout.
+
+    Attributes:
+        rank: Of P and Q.
+    """
 
     rows: int
     columns: int
@@ -197,7 +201,10 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 def product(p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
     """P Q^T, [..., n, m], of the columns [..., r, n] and [..., r, m]; the sum over r in its order.
-    out: where to put it."""
+
+    Args:
+        out: Where to put it.
+    """
     out = torch.mul(p[..., 0, :, None], q[..., 0, None, :], out=out)
     for k in range(1, p.shape[-2]):
         out.addcmul_(p[..., k, :, None], q[..., k, None, :])

@@ -47,13 +47,15 @@ SMALL = 1 << 12  # elements up to which everyone sends all of them to everyone
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """Matrices as products of rank `rank`; a tensor [n, ...] is the matrix [n, numel / n]. seed: of
-    the first directions.
+    """Matrices as products of rank `rank`; a tensor [n, ...] is the matrix [n, numel / n].
 
     Vectors, and matrices that would not shrink by half, travel in fp32, exactly. A matrix costs
     rank * (n + m) numbers in place of n * m. It needs the shapes of the tensors, so
     `compressed_all_reduce` takes it with error=PowerSGDMemory(layout, ...) only, as DataParallel
     and ddp_hook do; there is no payload of a piece, nor a compressed reduce-scatter or all-gather.
+
+    Attributes:
+        seed: Of the first directions.
     """
 
     rank: int = 4
@@ -75,8 +77,11 @@ class PowerSGD(Codec):
         return PowerSGDMemory
 
     def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:
-        """flat = scale * (sum over ranks of flat + error) at low rank, in place. ValueError without
-        a memory that fits."""
+        """flat = scale * (sum over ranks of flat + error) at low rank, in place.
+
+        Raises:
+            ValueError: Without a memory that fits.
+        """
         self.check_memory(error, numel=flat.numel(), rank=transport.rank, size=transport.size)
 
         def exchange(x: Tensor) -> None:
@@ -209,9 +214,11 @@ class PowerSGDMemory:
         """Take over what `state_dict` gave, or the whole tensors that a checkpoint has in place of
         shards.
 
-        From another number of ranks every rank gets the mean of the errors. ValueError, before
-        anything is changed, for another codec, other tensors, or rows of another number of ranks of
-        which some are missing.
+        From another number of ranks every rank gets the mean of the errors.
+
+        Raises:
+            ValueError: Before anything is changed, for another codec, other tensors, or rows of
+                another number of ranks of which some are missing.
         """
         errors = ErrorFeedback(
             self.layout, codec=self.codec, rank=self.rank, size=self.size, device=self.worker.device

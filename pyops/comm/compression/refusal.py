@@ -83,8 +83,11 @@ def refusing(mistake: Exception, comm: Communicator, *, what: str) -> Callable[[
 def check_tensor(
     tensor: Any, codec: Any, *, op: Any, segment_bytes: Any, in_pieces: bool = False
 ) -> None:
-    """TypeError or ValueError for arguments that no rank can use. in_pieces: the codec must write
-    any part of a tensor."""
+    """TypeError or ValueError for arguments that no rank can use.
+
+    Args:
+        in_pieces: The codec must write any part of a tensor.
+    """
     if isinstance(codec, type) and issubclass(codec, Codec):
         raise TypeError(
             f"codec is the class {codec.__name__}; pass an object of it: {codec.__name__}()"

@@ -33,7 +33,11 @@ AHEAD = 2  # batches that are read ahead: the one that is computed, and the next
 
 
 class PendingRead(NamedTuple):
-    """A record on its way. version: what its tag said then."""
+    """A record on its way.
+
+    Attributes:
+        version: What its tag said then.
+    """
 
     version: Hashable
     values: Tensor
@@ -68,8 +72,11 @@ class DiskTier:
         self._ahead: deque[dict[int, PendingRead]] = deque()
 
     def put(self, places: Tensor, values: Tensor) -> None:
-        """Write values [n, *shape] to the records [n]; back when they are there. OSError when the
-        disk does not take them."""
+        """Write values [n, *shape] to the records [n]; back when they are there.
+
+        Raises:
+            OSError: When the disk does not take them.
+        """
         for batch in self._ahead:  # what is read of them is old
             _wait([batch.pop(place).transfer for place in places.tolist() if place in batch])
         buffer = self._buffer(len(places))
@@ -103,7 +110,11 @@ class DiskTier:
         )
 
     def get(self, places: Tensor, versions: Sequence[Hashable]) -> Tensor:
-        """The records [n], [n, *shape]. OSError when the disk can't read one."""
+        """The records [n], [n, *shape].
+
+        Raises:
+            OSError: When the disk can't read one.
+        """
         readings: list[PendingRead] = []
         buffer = self._buffer(len(places))
         typed = self._typed(buffer)

@@ -41,8 +41,7 @@ class FrozenLayers(nn.Module):
     same number of values for all samples.
 
     seed: of the augmentation that made the inputs, to be set before each epoch that changes it; 0
-    where there is none. ValueError for no layers, a chunk below 1 and a cache that rounds otherwise
-    than `stored`.
+    where there is none.
 
     Args:
         layers: From the model's first; their parameters want no gradients from now on, shared ones
@@ -57,6 +56,9 @@ class FrozenLayers(nn.Module):
             default. A cache of 16 bits is then of a run whose frozen layers are rounded: the bits
             are no longer those without it, but still the same whether they are read, gone on from
             or computed, now or after a restart.
+
+    Raises:
+        ValueError: For no layers, a chunk below 1 and a cache that rounds otherwise than `stored`.
     """
 
     def __init__(

@@ -36,11 +36,19 @@ MEASURED = 16  # samples
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Whether and where the frozen layers' output is kept. mode: "auto" where that is measured to
-    pay, "on", or "off". example: samples [n] -> (inputs, named arguments) of these rows, as in a
-    step: what is measured. budget: bytes of memory on each host; None: half of what is free.
-    stored: a dtype to round to. disk: a folder for what is beyond the budget, up to disk_budget
-    bytes. ValueError for another mode, and for "auto" or "on" without an example."""
+    """Whether and where the frozen layers' output is kept.
+
+    Attributes:
+        mode: "auto" where that is measured to pay, "on", or "off".
+        example: Samples [n] -> (inputs, named arguments) of these rows, as in a step: what is
+            measured.
+        budget: Bytes of memory on each host; None: half of what is free.
+        stored: A dtype to round to.
+        disk: A folder for what is beyond the budget, up to disk_budget bytes.
+
+    Raises:
+        ValueError: For another mode, and for "auto" or "on" without an example.
+    """
 
     mode: str = "off"
     example: Example | None = None

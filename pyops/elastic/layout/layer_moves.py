@@ -53,8 +53,11 @@ def moves(old: Layout, new: Layout) -> tuple[LayerMove, ...]:
     `old`, once.
 
     The ranks that held a layer share in sending it, and each layer goes on from rank to rank, so
-    that none sends a layer twice while another could. ValueError where there is no way from one to
-    the other: other ranks or layers, or fewer frozen ones.
+    that none sends a layer twice while another could.
+
+    Raises:
+        ValueError: Where there is no way from one to the other: other ranks or layers, or fewer
+            frozen ones.
     """
     for what in ("ranks", "layer_count"):
         if getattr(old, what) != getattr(new, what):
@@ -87,8 +90,10 @@ def transition(
     """states[rank] = {layer: state} of every rank in `old` -> the same in `new`; slots of frozen
     layers are dropped.
 
-    What stays where it is is not copied, what moves is. ValueError for states of other layers than
-    `old` says.
+    What stays where it is is not copied, what moves is.
+
+    Raises:
+        ValueError: For states of other layers than `old` says.
     """
     for rank, state in enumerate(states):
         _check(state, rank, old)

@@ -52,7 +52,8 @@ def indices_of(samples: Tensor) -> tuple[Tensor, Tensor]:
     target has to be one that the loss leaves out, such as `labels[indices].masked_fill(padding,
     -100)`.
 
-    ValueError for a number below 0, which no sample has.
+    Raises:
+        ValueError: For a number below 0, which no sample has.
     """
     padding = samples == PADDING
     if len(samples) and int(samples.min()) < 0:
@@ -74,7 +75,11 @@ def padded_batch(
     epoch: int,
     step: int,
 ) -> PaddedBatch:
-    """The portion of these samples. most: how many a replica may have."""
+    """The portion of these samples.
+
+    Args:
+        most: How many a replica may have.
+    """
     rows = -(-most // micro_batches)
     padded = torch.full((rows * micro_batches,), PADDING, dtype=torch.int64, device="cpu")
     padded[: len(samples)] = samples

@@ -93,11 +93,19 @@ class Layout:
         return self._checked(rank) < self.active
 
     def replica(self, rank: int) -> int:
-        """The replica of an active rank. ValueError for an idle one."""
+        """The replica of an active rank.
+
+        Raises:
+            ValueError: For an idle one.
+        """
         return self._active(rank) // self.stages
 
     def stage(self, rank: int) -> int:
-        """The stage of an active rank. ValueError for an idle one."""
+        """The stage of an active rank.
+
+        Raises:
+            ValueError: For an idle one.
+        """
         return self._active(rank) % self.stages
 
     def layers(self, rank: int) -> range:

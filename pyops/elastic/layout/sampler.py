@@ -37,9 +37,14 @@ RULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class ReplicaBatch:
-    """A replica's part of a batch. samples: int64 [n], which may be empty. batch: samples of all
-    replicas together. weight: n / batch, the weight of the mean loss of this part in that of the
-    batch. epoch: to which the batch belongs."""
+    """A replica's part of a batch.
+
+    Attributes:
+        samples: int64 [n], which may be empty.
+        batch: Samples of all replicas together. weight: n / batch, the weight of the mean loss of
+            this part in that of the batch.
+        epoch: To which the batch belongs.
+    """
 
     samples: Tensor
     batch: int
@@ -179,8 +184,11 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batch after which it was taken. ValueError for the state of other
-        samples or another order."""
+        """Go on behind the batch after which it was taken.
+
+        Raises:
+            ValueError: For the state of other samples or another order.
+        """
         own = self.state_dict()
         for key in ("samples", "seed", "shuffle"):
             if state[key] != own[key]:

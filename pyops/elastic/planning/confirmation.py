@@ -37,8 +37,7 @@ def confirm(
     """The packing with the number of micro-batches that the trial finds fastest; the same on all
     ranks of the group.
 
-    What measure raises on one rank is raised on all. ValueError for no rounds, nothing to try, or
-    seconds that are none.
+    What measure raises on one rank is raised on all.
 
     Args:
         measure: measure(count) -> seconds of a step of the batch in so many micro-batches, such as
@@ -46,6 +45,9 @@ def confirm(
             often, in the same order: `rounds` times for each of the best `most` numbers in
             packing.simulated, in turn, so that the machine's slow moments hit all alike. The median
             counts.
+
+    Raises:
+        ValueError: For no rounds, nothing to try, or seconds that are none.
     """
     check_initialized("confirm", group)
     for what, value in (("most", most), ("rounds", rounds)):

@@ -37,8 +37,11 @@ def rows_besides(
 
     Measured with `rows` and a quarter of that, on the group's first rank, while the others wait;
     every rank gets the number, or the error.
-    layers: makes all of the model, with memory; called on the first rank alone. rows_of: a number
-    of rows -> (inputs, target, named arguments), as for `Pipeline.step`, shape included.
+
+    Args:
+        layers: Makes all of the model, with memory; called on the first rank alone.
+        rows_of: A number of rows -> (inputs, target, named arguments), as for `Pipeline.step`,
+            shape included.
     """
     few, many = max(1, rows // 4), max(2, rows)
 

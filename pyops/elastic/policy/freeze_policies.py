@@ -71,7 +71,11 @@ class Policy(ABC):
         return {"policy": type(self).__name__, **self._state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stood. ValueError for the state of another class of policies."""
+        """Go on where another stood.
+
+        Raises:
+            ValueError: For the state of another class of policies.
+        """
         if state.get("policy") != type(self).__name__:
             raise ValueError(
                 f"the state is of the policy {state.get('policy')!r}, but this is a "
@@ -205,8 +209,11 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 class Callback(Policy):
     """function(norms, frozen) -> the number of frozen layers. Its state is the function's, if it
-    has state_dict and load_state_dict. ValueError for an answer that is no whole number from
-    `frozen` to the number of layers."""
+    has state_dict and load_state_dict.
+
+    Raises:
+        ValueError: For an answer that is no whole number from `frozen` to the number of layers.
+    """
 
     def __init__(self, function: Callable[[tuple[float, ...], int], int]) -> None:
         if not callable(function):

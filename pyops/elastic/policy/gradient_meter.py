@@ -154,7 +154,11 @@ class Meter:
         return {"squares": self._squares.tolist(), "steps": self._steps.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError for another number of layers."""
+        """Go on from there.
+
+        Raises:
+            ValueError: For another number of layers.
+        """
         if len(state["squares"]) != len(self._layers):
             raise ValueError(
                 f"the state is of {len(state['squares'])} layers, but there are {len(self._layers)}"

@@ -434,7 +434,9 @@ class Elastic:
         ones too.
 
         Where no step was taken since the last decision, the policy is asked at the next one.
-        ValueError on every rank for policies that disagree.
+
+        Raises:
+            ValueError: On every rank for policies that disagree.
         """
         self._catch_up("decide")
         self._since = 0
@@ -511,8 +513,9 @@ class Elastic:
         """Go on from `state_dict`, of any number of ranks; tensors may be on disk still. A
         collective.
 
-        ValueError, on every rank alike and before anything is changed, for the state of another
-        model, other data, another policy, or of a run that is not elastic.
+        Raises:
+            ValueError: On every rank alike and before anything is changed, for the state of another
+                model, other data, another policy, or of a run that is not elastic.
         """
         self._runtime.barrier("load_state_dict")
         with ranks_agree(self._groups.control_group):

@@ -11,8 +11,12 @@ __all__ = ["LayoutChange"]
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """What a decision changed. seconds: from the decision until training can go on, the slowest
-    rank's. reason: why not fewer stages."""
+    """What a decision changed.
+
+    Attributes:
+        seconds: From the decision until training can go on, the slowest rank's.
+        reason: Why not fewer stages.
+    """
 
     frozen: int  # blocks
     before: Layout

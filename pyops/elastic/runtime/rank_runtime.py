@@ -46,8 +46,11 @@ __all__ = ["RankRuntime", "RuntimeOptions"]
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What is the same in all layouts; see `Elastic`. key: (names, layers, micro-batch) before each
-    forward."""
+    """What is the same in all layouts; see `Elastic`.
+
+    Attributes:
+        key: (names, layers, micro-batch) before each forward.
+    """
 
     loss: Callable[[Any, Any], Tensor]
     make_optimizer: MakeOptimizer
@@ -129,8 +132,11 @@ class RankRuntime:
         *,
         first: bool = False,
     ) -> str:
-        """Begin with `layout`, of a packing; the reason for it. states: of layers that come, or go
-        on; none at the start, the first time."""
+        """Begin with `layout`, of a packing; the reason for it.
+
+        Args:
+            states: Of layers that come, or go on; none at the start, the first time.
+        """
         self.layout = layout
         error: Exception | None = None
         try:
@@ -275,7 +281,8 @@ class RankRuntime:
         """Of each block since the last call, the same on all ranks of this rank's pipeline; None on
         an idle rank.
 
-        ValueError, on all of these, where no step was measured.
+        Raises:
+            ValueError: On all of these, where no step was measured.
         """
         if self.worker is None:
             return None

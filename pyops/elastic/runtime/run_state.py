@@ -22,8 +22,11 @@ __all__ = ["run_of", "saved", "states_of"]
 
 
 def saved(states: Mapping[int, LayerState], *, writes: bool) -> dict[str, Any]:
-    """{"model": {name: Shard}, "optimizer": {name: {key: Shard}}} of a rank's layers. writes: False
-    where another rank writes the same ones."""
+    """{"model": {name: Shard}, "optimizer": {name: {key: Shard}}} of a rank's layers.
+
+    Args:
+        writes: False where another rank writes the same ones.
+    """
     model = {
         name: _shard(tensor, writes)
         for each in states.values()
@@ -47,8 +50,11 @@ def _shard(tensor: Tensor, writes: bool) -> Shard:
 
 
 def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mapping[str, Any]:
-    """What is in a state besides tensors. ValueError for that of another kind of run, of as many
-    blocks and with a policy."""
+    """What is in a state besides tensors.
+
+    Raises:
+        ValueError: For that of another kind of run, of as many blocks and with a policy.
+    """
     if "elastic" not in state:
         raise ValueError(
             "the state has no 'elastic': it is of a run that was not elastic; give what "
@@ -71,11 +77,14 @@ def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mappin
 def states_of(
     state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numbers: Sequence[int]
 ) -> dict[int, LayerState]:
-    """The states of these layers, read from what `saved` gave all together. layers: all of them, by
-    name.
+    """The states of these layers, read from what `saved` gave all together.
 
-    ValueError, before anything is read, for a tensor of these layers that is not there or is
-    another one, and for one that no layer has.
+    Args:
+        layers: All of them, by name.
+
+    Raises:
+        ValueError: Before anything is read, for a tensor of these layers that is not there or is
+            another one, and for one that no layer has.
     """
     found: dict[int, LayerState] = {}
     names = list(layers)

@@ -46,7 +46,11 @@ def layer_names(layer: str, *, attention: str, norm1: str, norm2: str) -> dict[s
 
 
 def read_sizes(fields: ConfigFields, *, dropout: float) -> dict[str, Any]:
-    """Fields of the configuration, of those of config.json; dropout: where that says none."""
+    """Fields of the configuration, of those of config.json.
+
+    Args:
+        dropout: Where that says none.
+    """
     return {
         "num_layers": fields.integer("num_hidden_layers", of="tensors"),
         "num_heads": fields.integer("num_attention_heads"),

@@ -23,7 +23,11 @@ ARCHITECTURES = (GPT2, LLAMA, BERT_MODEL, ROFORMER, T5_MODEL, VIT)
 
 
 def find_architecture(values: Mapping[str, Any]) -> Architecture:
-    """The one that a config.json is of. HubError, naming those that are known, for another."""
+    """The one that a config.json is of.
+
+    Raises:
+        HubError: Naming those that are known, for another.
+    """
     classes, kind = values.get("architectures") or [None], values.get("model_type")
     if not isinstance(classes, list) or not all(
         each is None or isinstance(each, str) for each in classes

@@ -50,7 +50,11 @@ def take_gradients(
     roots: Tensor | None = None,
 ) -> None:
     """Take this rank's gradients, times factor, into the running means in `flat`. One gradient and
-    beta per slot; None: zeros. roots: flat; gradients are multiplied by it first."""
+    beta per slot; None: zeros.
+
+    Args:
+        roots: Flat; gradients are multiplied by it first.
+    """
     calls: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for slot, gradient, beta in zip(slots, gradients, betas, strict=True):
         mean = slot.view(flat)
@@ -78,8 +82,12 @@ def step_frozen(
     weight_decay: float,
     count: bool = True,
 ) -> None:
-    """Move parameters of a group. rows: (parameter, mean, variance, state), with "step", and
-    perhaps "master", in state. count: whether the step is counted."""
+    """Move parameters of a group.
+
+    Args:
+        rows: (parameter, mean, variance, state), with "step", and perhaps "master", in state.
+        count: Whether the step is counted.
+    """
     copies = dict(zip(map(id, group["params"]), group.get("copies") or (), strict=False))
     columns: list[list[Tensor | None]] = [
         [p, None, mean, variance, None, state.get("master"), copies.get(id(p)), state["step"]]

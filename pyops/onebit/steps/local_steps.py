@@ -58,7 +58,12 @@ class LocalSteps:
             slot.view(self.anchor).copy_(parameter)
 
     def add(self, means: Tensor, rates: Sequence[tuple[float, float]]) -> None:
-        """Take in a local step. means: flat; rates: (lr, weight decay) of each group."""
+        """Take in a local step.
+
+        Args:
+            means: Flat.
+            rates: (lr, weight decay) of each group.
+        """
         for g, (lr, decay) in enumerate(rates):
             keep = 1 - lr * decay
             self.decays[g] *= keep

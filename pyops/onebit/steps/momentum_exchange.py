@@ -26,8 +26,11 @@ __all__ = ["MomentumExchange"]
 
 
 class MomentumExchange:
-    """What a compressed phase keeps. variances: one for each slot, None: only padding is dead.
-    errors: ErrorFeedback."""
+    """What a compressed phase keeps.
+
+    Args:
+        variances: One for each slot, None: only padding is dead. errors: ErrorFeedback.
+    """
 
     def __init__(
         self,

@@ -76,7 +76,11 @@ class RoundSchedule:
         return Rounds(kinds.count(EXACT), kinds.count(COMPRESSED), kinds.count(LOCAL))
 
     def bytes_ratio(self, steps: int, *, payload: float, exact_payload: float) -> float:
-        """What such a run sends, in parts of an fp32 all-reduce in each step. payload: of a
-        compressed round, exact_payload: of what an exact one sends besides, likewise."""
+        """What such a run sends, in parts of an fp32 all-reduce in each step.
+
+        Args:
+            payload: Of a compressed round, exact_payload: of what an exact one sends besides,
+                likewise.
+        """
         exact, compressed, _ = self.rounds(steps)
         return (exact_payload * exact + payload * (exact + compressed)) / steps

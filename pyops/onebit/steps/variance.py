@@ -112,7 +112,12 @@ class SharedVariance:
         self, factor: float, *, codec: Codec, communicator: Communicator | None, noise: float = 0.0
     ) -> tuple[Tensor, list[bool]]:
         """The exact round: v, flat, the same on all ranks; and for each slot whether any rank has
-        had a gradient of it yet. codec: of v. noise: q."""
+        had a gradient of it yet.
+
+        Args:
+            codec: Of v.
+            noise: Q.
+        """
         ranks = 1 if communicator is None else communicator.size
         gradients = self._sketches(factor)
         own = squares_of_each(gradients).float()

@@ -70,8 +70,10 @@ def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu
     [..., F].
 
     Per element of y: moves 3 elements forward and 5 backward; saves x itself. Plain torch: 9 and 13
-    with a bias, and saves two more tensors of y's size. Raises ValueError as `bias_activation`
-    does, and for an odd last dimension.
+    with a bias, and saves two more tensors of y's size.
+
+    Raises:
+        ValueError: As `bias_activation` does, and for an odd last dimension.
     """
     bias = _under_autocast(x, bias)
     check_layer("bias_gated", x, bias, activation)

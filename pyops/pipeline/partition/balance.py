@@ -96,7 +96,11 @@ def stage_starts(
     together: Iterable[tuple[int, int]] = (),
     same_stage: Iterable[Sequence[int]] = (),
 ) -> list[int]:
-    """The layers with which a stage may begin. ValueError for layers that there are not."""
+    """The layers with which a stage may begin.
+
+    Raises:
+        ValueError: For layers that there are not.
+    """
     spans = [(min(group), max(group)) for group in [*together, *same_stage] if len(group)]
     for low, high in spans:
         if not 0 <= low <= high < layers:

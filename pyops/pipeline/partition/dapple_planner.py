@@ -272,8 +272,11 @@ class _Search:
         group: Devices,
         following: _Tail | None,
     ) -> _Tail:
-        """A stage, or a link, in front of a tail. both: how long its steady state takes for a
-        micro-batch."""
+        """A stage, or a link, in front of a tail.
+
+        Args:
+            both: How long its steady state takes for a micro-batch.
+        """
         steady = forward + (self.microbatches - 1) * both
         back = steady + backward  # it is the pivot itself
         step = max(back + reduction, steady + (tail.early if tail else 0.0))

@@ -35,7 +35,10 @@ class LayerCosts:
     input_gradient and weight_gradient, forward and both parts of backward when these are computed
     apart. Bytes: activation, that travels to the next layer; kept, the storages that autograd keeps
     from forward to backward; taken, those of the layer's input; deferred_weight_grad, what is kept
-    from input_gradient to weight_gradient; weights, its parameters. parameters: how many numbers.
+    from input_gradient to weight_gradient; weights, its parameters.
+
+    Attributes:
+        parameters: How many numbers.
     """
 
     name: str = ""
@@ -181,7 +184,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path | str) -> Profile:
-        """Read what `save` wrote. ValueError for files that hold something else."""
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: For files that hold something else.
+        """
         try:
             found = json.loads(Path(path).read_text())
             return cls(

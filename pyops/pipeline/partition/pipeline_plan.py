@@ -20,7 +20,10 @@ Levels = Sequence[tuple[int, float]]
 @dataclass(frozen=True)
 class PlannedStage:
     """Layers [first, end) on so many replicas, which share out micro-batches or their samples.
-    machines: {machine: devices}, of a plan that says where stages are."""
+
+    Attributes:
+        machines: {machine: devices}, of a plan that says where stages are.
+    """
 
     first: int
     end: int

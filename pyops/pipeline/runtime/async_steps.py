@@ -112,7 +112,11 @@ class AsyncSteps:
         reduction: str,
     ) -> list[float]:
         """How much each micro-batch counts in the gradient of its step: its part of the terms of
-        that step, or 1 where losses are sums. ValueError for a scale other than 1."""
+        that step, or 1 where losses are sums.
+
+        Raises:
+            ValueError: For a scale other than 1.
+        """
         if scale != 1:
             raise ValueError(
                 f"scale is {scale}, but the schedule {self.name!r} takes its steps "

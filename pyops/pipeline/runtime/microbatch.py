@@ -21,8 +21,11 @@ __all__ = ["loss_weights", "num_rows", "split_batch"]
 
 
 def num_rows(batch: Any) -> int | None:
-    """The size of the first dim of the tensors in `batch`; None where it has none. ValueError where
-    they differ."""
+    """The size of the first dim of the tensors in `batch`; None where it has none.
+
+    Raises:
+        ValueError: Where they differ.
+    """
     sizes = {
         leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()
     }

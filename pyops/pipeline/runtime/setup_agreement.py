@@ -31,7 +31,11 @@ TAGS_PER_PIPELINE = 32
 
 
 class PipelineSetup(NamedTuple):
-    """What is alike on all ranks of a pipeline. tag: the first of its messages."""
+    """What is alike on all ranks of a pipeline.
+
+    Attributes:
+        tag: The first of its messages.
+    """
 
     tag: int
     boundaries: list[int]

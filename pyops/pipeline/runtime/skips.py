@@ -41,8 +41,12 @@ class SkipTensors(NamedTuple):
 
 
 class StageSkips(NamedTuple):
-    """Of one stage. stashes, pops: of each layer; leaving: for each edge to a later stage, what
-    goes along it."""
+    """Of one stage.
+
+    Attributes:
+        stashes, pops: Of each layer.
+        leaving: For each edge to a later stage, what goes along it.
+    """
 
     stashes: Sequence[tuple[str, ...]]
     pops: Sequence[tuple[str, ...]]
@@ -69,7 +73,9 @@ def skip_pairs(layers: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     """{name: (the layer that stashes it, the layer that pops it)}, such as for `balance(costs,
     together=pairs.values())`.
 
-    ValueError for a name that is stashed or popped twice, or never, or popped before it is stashed.
+    Raises:
+        ValueError: For a name that is stashed or popped twice, or never, or popped before it is
+            stashed.
     """
     stashed, popped = _places(layers, "stashes"), _places(layers, "pops")
     for name, layer in popped.items():

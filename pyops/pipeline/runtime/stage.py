@@ -33,8 +33,12 @@ Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 class SavedGraph(NamedTuple):
-    """What a backward needs. leaves: the tensors of x that get gradients. roots: where the graph of
-    each tensor of y begins, None for one without a graph."""
+    """What a backward needs.
+
+    Attributes:
+        leaves: The tensors of x that get gradients.
+        roots: Where the graph of each tensor of y begins, None for one without a graph.
+    """
 
     leaves: list[Tensor]
     roots: list[Any]

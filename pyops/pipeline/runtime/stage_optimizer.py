@@ -68,8 +68,11 @@ class StageOptimizer:
         self._synchronous = False
 
     def begin(self, *, synchronous: bool) -> None:
-        """A call of `Pipeline.step` begins; gradients of before are dropped. synchronous: no
-        micro-batch is in flight in any of its optimizer steps."""
+        """A call of `Pipeline.step` begins; gradients of before are dropped.
+
+        Args:
+            synchronous: No micro-batch is in flight in any of its optimizer steps.
+        """
         self._synchronous = synchronous
         self.versions.begin(synchronous=synchronous)
         if self.optimizer is not None:

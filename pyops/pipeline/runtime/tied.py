@@ -146,7 +146,11 @@ class TiedParameters:
         self.group, self.ties = None, []
 
     def make_equal(self) -> None:
-        """Give every copy the values of the first. PeerError for a rank that is lost."""
+        """Give every copy the values of the first.
+
+        Raises:
+            PeerError: For a rank that is lost.
+        """
         for parameter, holders in self.ties:
             if parameter.is_meta:
                 continue
@@ -168,11 +172,14 @@ class TiedParameters:
                 gradient.zero_()
 
     def sum(self, *, failed: bool) -> None:
-        """Let every copy have the sum of all copies' gradients. PeerError for a rank that is lost.
+        """Let every copy have the sum of all copies' gradients.
 
         Args:
             failed: The step did on this rank; then it only tells the others, whose sums are of no
                 use either.
+
+        Raises:
+            PeerError: For a rank that is lost.
         """
         if not self.ties:
             return

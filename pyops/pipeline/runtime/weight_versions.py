@@ -44,8 +44,11 @@ class WeightVersions:
         return 1
 
     def begin(self, *, synchronous: bool) -> None:
-        """A call of `Pipeline.step` begins. synchronous: no micro-batch is in flight in any of its
-        optimizer steps."""
+        """A call of `Pipeline.step` begins.
+
+        Args:
+            synchronous: No micro-batch is in flight in any of its optimizer steps.
+        """
 
     def end(self) -> None:
         """The call is over, or has failed: the newest version is in place."""

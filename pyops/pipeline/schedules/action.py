@@ -32,7 +32,11 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `str` wrote. ValueError for other texts."""
+        """The action that `str` wrote.
+
+        Raises:
+            ValueError: For other texts.
+        """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(

@@ -112,8 +112,10 @@ def step_groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """The micro-batches whose gradients make each step, in the order in which they come; none where
     no steps are taken.
 
-    ValueError where stages disagree, or gradients are left that no step takes: a step's gradient is
-    the mean over its micro-batches, which only has a meaning if they are the same ones everywhere.
+    Raises:
+        ValueError: Where stages disagree, or gradients are left that no step takes: a step's
+            gradient is the mean over its micro-batches, which only has a meaning if they are the
+            same ones everywhere.
     """
     if not schedule.takes_steps:
         return []

@@ -36,7 +36,9 @@ def draw(timeline: Timeline, path: Path | str, *, title: str | None = None) -> P
     """Write the picture to `path`, whose ending says what it becomes. A line for each rank, time to
     the right.
 
-    ValueError for endings that are none of .svg, .png, .pdf. ImportError without matplotlib.
+    Raises:
+        ValueError: For endings that are none of .svg, .png, .pdf.
+        ImportError: Without matplotlib.
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png", ".pdf"):

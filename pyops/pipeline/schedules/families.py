@@ -34,7 +34,11 @@ Order = list[Action]
 
 
 def gpipe(ranks: int, microbatches: int, *, reverse: bool = False) -> Schedule:
-    """All forwards, then all backwards. reverse: the last micro-batch's backward first."""
+    """All forwards, then all backwards.
+
+    Args:
+        reverse: The last micro-batch's backward first.
+    """
     backwards = range(microbatches)[:: -1 if reverse else 1]
     orders = [
         [*(Action(s, "F", m) for m in range(microbatches)), *(Action(s, "B", m) for m in backwards)]

@@ -134,8 +134,14 @@ def simulate(
     *,
     duration: Callable[[Action], float] | None = None,
 ) -> Timeline:
-    """The timeline of `schedule`. duration: of each action, in place of the costs'. ValueError for
-    costs that make no sense."""
+    """The timeline of `schedule`.
+
+    Args:
+        duration: Of each action, in place of the costs'.
+
+    Raises:
+        ValueError: For costs that make no sense.
+    """
     costs = costs or Costs()
     duration = duration or costs.duration
     _check(costs, schedule)

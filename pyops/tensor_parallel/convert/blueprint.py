@@ -20,11 +20,15 @@ class Blueprint:
     """modules: all of the model's, by every name they have. kinds: {name: kind}, see plans.py.
 
     cuts: how linears and embeddings are cut; heads: of attention modules; multihead: those that are
-    torch.nn's.
-    blocks: {name of a list: its tokens}, under sequence parallelism. tied: parameters of several
-    modules, one of which is cut. complete: whether each of the plan's patterns must name a module;
-    by default where a plan is given.
-    ValueError as in `parallelize`.
+    torch.nn's. blocks: {name of a list: its tokens}, under sequence parallelism. tied: parameters
+    of several modules, one of which is cut.
+
+    Args:
+        complete: Whether each of the plan's patterns must name a module; by default where a plan is
+            given.
+
+    Raises:
+        ValueError: As in `parallelize`.
     """
 
     def __init__(

@@ -73,8 +73,11 @@ class HeadCounts:
 
 
 def heads_of(module: nn.Module, name: str, ranks: Ranks) -> HeadCounts:
-    """The heads of an attention module. ValueError where its attributes do not say them, or the
-    ranks can't share them."""
+    """The heads of an attention module.
+
+    Raises:
+        ValueError: Where its attributes do not say them, or the ranks can't share them.
+    """
     H = _number(module, _HEADS)
     if H is None:
         raise ValueError(
@@ -105,7 +108,10 @@ def set_heads(
 ) -> dict[str, tuple[int, int]]:
     """Set the module's own numbers of heads to this rank's; {attribute: (before, after)}.
 
-    Its config is left alone; configured: the module gets a copy of it, with these numbers.
+    Its config is left alone.
+
+    Args:
+        configured: The module gets a copy of it, with these numbers.
     """
     changed = _set(module, heads)
     config = getattr(module, "config", None)

@@ -26,8 +26,12 @@ SharedParameters = dict[int, nn.Parameter | None]  # by the id of the parameter 
 
 @dataclass(frozen=True)
 class ModuleCut:
-    """How one module is cut. heads: of the attention module that it is of. inside: its input comes
-    through an `Enter`."""
+    """How one module is cut.
+
+    Attributes:
+        heads: Of the attention module that it is of.
+        inside: Its input comes through an `Enter`.
+    """
 
     name: str
     kind: str

@@ -36,9 +36,11 @@ class MultiheadAttention(nn.Module):
     """forward as torch.nn.MultiheadAttention's, but always without the weights: (output, None).
     Inputs are of three dims.
 
-    Made from an existing one, whose values it takes. in_proj_weight: [3, heads / ranks * K, D]; the
-    whole one is [3, D, D]. Its query, key and value must come through `Enter`, which sums their
-    gradients over the ranks.
+    Made from an existing one, whose values it takes.
+
+    Args:
+        in_proj_weight: [3, heads / ranks * K, D]; the whole one is [3, D, D]. Its query, key and
+            value must come through `Enter`, which sums their gradients over the ranks.
     """
 
     def __init__(

@@ -61,8 +61,11 @@ KINDS = (*CUT, "partial", *REGIONS, "blocks")
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan for the blocks that the model is made of. ValueError where none is known, or where
-    two would have to meet."""
+    """The plan for the blocks that the model is made of.
+
+    Raises:
+        ValueError: Where none is known, or where two would have to meet.
+    """
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     found = [plan for name, plan in PLANS.items() if name in names]
     if not found:
@@ -82,10 +85,13 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def assign(model: nn.Module, plan: Plan, *, complete: bool) -> dict[str, str]:
-    """{qualified name of a module: kind}. complete: every pattern must name a module.
+    """{qualified name of a module: kind}.
 
     ValueError: a kind that there is not, a pattern, or a plan, that names no module, two patterns
     that fit equally well.
+
+    Args:
+        complete: Every pattern must name a module.
     """
     for pattern, kind in plan.items():
         if kind not in KINDS:

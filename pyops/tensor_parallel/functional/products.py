@@ -42,7 +42,11 @@ REDUCE = ("fp32", "native")
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """How a layer's products are shared out. reduce: "fp32" or "native"."""
+    """How a layer's products are shared out.
+
+    Attributes:
+        reduce: "fp32" or "native".
+    """
 
     ranks: Ranks
     sequence_parallel: bool = False
@@ -79,10 +83,13 @@ def column_products(
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductPlan) -> Tensor:
-    """The ranks' sum of x W^T, and then + b. x: [..., in / ranks], weight [out, in / ranks].
+    """The ranks' sum of x W^T, and then + b.
 
     The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the
     result this rank's [n, out] of the N tokens, padded.
+
+    Args:
+        x: [..., in / ranks], weight [out, in / ranks].
     """
     x, weight, bias = _cast(x, weight, bias)
     if plan.ranks.size == 1 and not is_marked(weight):

@@ -30,8 +30,11 @@ LEAST = 1 << 22
 
 
 def fuses(x: Tensor, ranks: Ranks, *, rows: int) -> bool:
-    """Whether products of x [.., k] are fused, the same on every rank. rows: those of all ranks
-    together, gathered."""
+    """Whether products of x [.., k] are fused, the same on every rank.
+
+    Args:
+        rows: Those of all ranks together, gathered.
+    """
     if not x.is_cuda or ranks.size == 1 or torch.compiler.is_compiling():
         return False
     if rows % ranks.size or rows * x.shape[-1] < LEAST:

@@ -25,8 +25,11 @@ class Past:
         return 0 if self._kept is None else self._kept[0].shape[1]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, T, G, K] of the tokens that follow -> those of all. ValueError for several after
-        the first forward."""
+        """k, v [B, T, G, K] of the tokens that follow -> those of all.
+
+        Raises:
+            ValueError: For several after the first forward.
+        """
         if self._kept is not None:
             if k.shape[1] != 1:
                 raise ValueError(

@@ -72,8 +72,10 @@ def stand_by() -> int:
 def fix_products(device: torch.device) -> None:
     """Choose cuBLAS's workspace so that products have the same bits each time.
 
-    torch reads the choice once in a process, at the first product on a GPU. Raises ConfigError when
-    that one was before.
+    torch reads the choice once in a process, at the first product on a GPU.
+
+    Raises:
+        ConfigError: When that one was before.
     """
     os.environ.setdefault(WORKSPACE, ":4096:8")
     square = torch.ones(2, 2, device=device)

@@ -99,7 +99,11 @@ class Rendezvous:
             time.sleep(LOOK_EVERY)
 
     def until_over(self, *, look_every: float = 0.2) -> int:
-        """Wait for `end`: the signal's number. RuntimeError when the ranks at work are gone."""
+        """Wait for `end`: the signal's number.
+
+        Raises:
+            RuntimeError: When the ranks at work are gone.
+        """
         try:
             while not self.store.check(["over"]):
                 time.sleep(look_every)

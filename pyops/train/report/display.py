@@ -107,8 +107,11 @@ def _cached(row: Mapping[str, Any]) -> str:
 def describe_transition(
     before: Mapping[str, Any], after: Mapping[str, Any], *, seconds: float, reason: str = ""
 ) -> str:
-    """One line about a change of layout. before, after: rows of metrics, or else their "frozen",
-    "stages" and "replicas"."""
+    """One line about a change of layout.
+
+    Args:
+        before, after: Rows of metrics, or else their "frozen", "stages" and "replicas".
+    """
     text = f"frozen {before['frozen']} -> {after['frozen']}, {_pipelines(before)}"
     if _pipelines(after) != _pipelines(before):
         text += f" -> {_pipelines(after)}"
@@ -116,8 +119,12 @@ def describe_transition(
 
 
 def describe_memory(kept: Mapping[str, int], *, taken: int | None) -> str:
-    """One line about the memory of a rank. kept: {what: bytes}; taken: what a step needed besides,
-    None where unknown."""
+    """One line about the memory of a rank.
+
+    Args:
+        kept: {what: bytes}.
+        taken: What a step needed besides, None where unknown.
+    """
     parts = [f"{what} {_size(nbytes)}" for what, nbytes in kept.items()]
     parts += [f"activations and buffers {_size(taken)}"] if taken is not None else []
     return f"memory per rank: {', '.join(parts)}"

@@ -38,10 +38,11 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
     """`config` with a layout for `ranks` ranks, and what was chosen; as it is, without [parallel]
     adapt, where it fits.
 
-    Raises ConfigError where there is none.
-
     Args:
         idle: Whether ranks may be left out; the last ones are. Losses don't depend on the layout.
+
+    Raises:
+        ConfigError: Where there is none.
     """
     wanted = config.parallel
     if not wanted.adapt:

@@ -132,8 +132,11 @@ class PipelinedModel:
 
     def differentiate(self, rows_BT: Tensor, *, scale: float, step: int, first_row: int) -> Tensor:
         """Forward and backward of all `rows`: their nats, on every rank. Gradients are multiplied
-        by `scale`; each stage's are on their way to the other models when this returns. step,
-        first_row: what keys dropout."""
+        by `scale`; each stage's are on their way to the other models when this returns.
+
+        Args:
+            step, first_row: What keys dropout.
+        """
         self._keys = {"step": step, "first_row": first_row}
         with self.zero.no_sync():
             return self.pipeline.step(scale=scale, **self._given(rows_BT))

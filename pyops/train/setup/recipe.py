@@ -201,8 +201,11 @@ def make_zero(config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -
 
 
 def recompute_modules(model: nn.Module, options: RecomputeConfig) -> None:
-    """Let the chosen modules of `model` keep their inputs alone. ConfigError for names that no
-    module has."""
+    """Let the chosen modules of `model` keep their inputs alone.
+
+    Raises:
+        ConfigError: For names that no module has.
+    """
     try:
         recompute.apply(
             model, options.modules, offload=None if options.offload == "none" else options.offload

@@ -39,8 +39,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel) ->
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, parallel: DataParallel, state: Mapping[str, Any]
 ) -> None:
-    """Take up `optimizer_state`, laid out as it is here. A collective. ConfigError for the state of
-    another codec."""
+    """Take up `optimizer_state`, laid out as it is here. A collective.
+
+    Raises:
+        ConfigError: For the state of another codec.
+    """
     whole = optimizer.state_dict()
     for i, buffer in enumerate(parallel.flat):
         if flat := flat_state(state["optimizer"], buffer.layout):

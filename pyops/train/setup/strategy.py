@@ -63,8 +63,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up `state`, of any strategy; tensors may be on disk still. A collective. ConfigError
-        when it doesn't fit."""
+        """Take up `state`, of any strategy; tensors may be on disk still. A collective.
+
+        Raises:
+            ConfigError: When it doesn't fit.
+        """
 
 
 class Replicated(Strategy):

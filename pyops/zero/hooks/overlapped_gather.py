@@ -33,10 +33,12 @@ Key = tuple[int, int]  # number of a buffer, number of its bucket
 
 
 class OverlappedAllGather:
-    """Gathers of the buckets of `flats` after a step. late: they go on while the next forward
-    computes; else `start` waits.
+    """Gathers of the buckets of `flats` after a step.
 
     With `late`, whatever looks at parameters elsewhere than in forward calls `wait` first.
+
+    Args:
+        late: They go on while the next forward computes; else `start` waits.
     """
 
     def __init__(self, model: nn.Module, flats: Sequence[FlatParameters], *, late: bool) -> None:

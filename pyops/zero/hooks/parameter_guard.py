@@ -154,9 +154,12 @@ def _found(value: Any) -> Iterable[Any]:
 
 
 class ParameterGuard:
-    """Takes parameters' values from sight, and gives them back. touched: a method, called with a
-    parameter before an operation that needs values which are not there; it brings them, or raises.
-    Its object is not kept alive."""
+    """Takes parameters' values from sight, and gives them back.
+
+    Args:
+        touched: A method, called with a parameter before an operation that needs values which are
+            not there; it brings them, or raises. Its object is not kept alive.
+    """
 
     def __init__(self, touched: Touched) -> None:
         method = WeakMethod(

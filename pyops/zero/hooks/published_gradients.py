@@ -25,8 +25,11 @@ __all__ = ["PublishedGradients", "gradients_set_by_hand"]
 
 
 def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
-    """What to raise where a step finds gradients that backward has not made. names: of their
-    parameters on this rank."""
+    """What to raise where a step finds gradients that backward has not made.
+
+    Args:
+        names: Of their parameters on this rank.
+    """
     return RuntimeError(
         "ZeroOptimizer takes gradients from backward(), which reduces them over the "
         "ranks; somebody has set .grad of "
@@ -36,10 +39,13 @@ def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
 
 
 class PublishedGradients:
-    """The ReducedGradients of what `gradients` reduces. communicator: of the ranks that own parts,
-    None where this one owns everything. partial_because: why gradients are not final before the
-    step, None where they are. other_axes: of the tensor-parallel ranks and of the pipeline
-    stages."""
+    """The ReducedGradients of what `gradients` reduces.
+
+    Args:
+        communicator: Of the ranks that own parts, None where this one owns everything.
+        partial_because: Why gradients are not final before the step, None where they are.
+        other_axes: Of the tensor-parallel ranks and of the pipeline stages.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,10 @@ class ReduceScatterBucket:
     """The gradient of one bucket of parameters.
 
     whole: this rank's gradient, None while there is none. chunk: the reduced gradient of what this
-    rank owns, None likewise. keeps: whether the memory of `whole` stays.
+    rank owns, None likewise.
+
+    Args:
+        keeps: Whether the memory of `whole` stays.
     """
 
     def __init__(self, flat: FlatParameters, number: int, *, keeps: bool) -> None:
@@ -113,8 +116,11 @@ class ReduceScatterBucket:
         return self.whole is not None or index in self._views
 
     def was_dropped(self, index: int, *, arriving: bool) -> bool:
-        """Whether somebody took away what backwards within no_sync() had left. arriving: another
-        gradient is in its place."""
+        """Whether somebody took away what backwards within no_sync() had left.
+
+        Args:
+            arriving: Another gradient is in its place.
+        """
         if index not in self._views:
             return False
         found = self.flat.parameters[index].grad

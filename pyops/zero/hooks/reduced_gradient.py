@@ -57,11 +57,15 @@ NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_
 
 
 class GradientNorms:
-    """Norms of the reduced gradients, alike on all ranks. parts: this rank's part of each
-    parameter's gradient, in the same order on all ranks. communicator: of the ranks that have the
-    other parts, None where this one has everything. partial: why gradients are not final before the
-    step, None where they are. other_axes: of the tensor-parallel ranks and of the pipeline stages,
-    which must find the same overflow."""
+    """Norms of the reduced gradients, alike on all ranks.
+
+    Args:
+        parts: This rank's part of each parameter's gradient, in the same order on all ranks.
+        communicator: Of the ranks that have the other parts, None where this one has everything.
+        partial: Why gradients are not final before the step, None where they are.
+        other_axes: Of the tensor-parallel ranks and of the pipeline stages, which must find the
+            same overflow.
+    """
 
     def __init__(
         self,
@@ -118,8 +122,12 @@ class GradientNorms:
 
 
 class ReducedGradient(Tensor):
-    """See the page's head. number: of the parameter, in `norms`. local: gives this rank's part,
-    None when it is used up."""
+    """See the page's head.
+
+    Args:
+        number: Of the parameter, in `norms`. local: gives this rank's part, None when it is used
+            up.
+    """
 
     label: str
     number: int
@@ -220,7 +228,11 @@ class ReducedGradient(Tensor):
         return self._local()
 
     def part(self) -> Tensor:
-        """This rank's elements, 1-D. RuntimeError when they are used up."""
+        """This rank's elements, 1-D.
+
+        Raises:
+            RuntimeError: When they are used up.
+        """
         found = self._local()
         if found is None:
             raise RuntimeError(

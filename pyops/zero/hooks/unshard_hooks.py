@@ -38,10 +38,14 @@ LONGEST = 10_000  # turns of units that are remembered
 
 
 class ShardedUnit:
-    """One unit while the program runs. flats: its parameters. whole: gathered, or on its way, while
-    there are works. there: gathered, and in sight. open: the module whose forward is running.
-    calls: forwards whose backward is still to come. wide: its parameters are used outside of its
-    forward, so they stay until the end of backward, as the root's do."""
+    """One unit while the program runs.
+
+    Args:
+        flats: Its parameters. whole: gathered, or on its way, while there are works. there:
+            gathered, and in sight. open: the module whose forward is running. calls: forwards whose
+            backward is still to come. wide: its parameters are used outside of its forward, so they
+            stay until the end of backward, as the root's do.
+    """
 
     def __init__(
         self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]
@@ -116,8 +120,11 @@ class UnitTrace:
 
 
 class UnshardHooks:
-    """Hooks on the modules of the units. reduce: called with a unit when all its gradients are
-    there, in backward."""
+    """Hooks on the modules of the units.
+
+    Args:
+        reduce: Called with a unit when all its gradients are there, in backward.
+    """
 
     def __init__(
         self,

@@ -77,7 +77,11 @@ class Region:
             self._reading = self._file.read(self._hosted(), offset=self._offset)
 
     def load(self) -> Tensor:
-        """The tensor with its values. OSError, naming the file."""
+        """The tensor with its values.
+
+        Raises:
+            OSError: Naming the file.
+        """
         self.fetch()
         if self._reading is not None:
             self._reading.wait()

@@ -35,8 +35,11 @@ class Stretch:
         return self.shape if self.placement is None else self.placement.global_shape
 
     def shards(self, elements: Tensor, *, copy: bool = False) -> Shard | Shards:
-        """The elements as parts of the whole: views. copy: another rank of the data-parallel group
-        writes them."""
+        """The elements as parts of the whole: views.
+
+        Args:
+            copy: Another rank of the data-parallel group writes them.
+        """
         if self.placement is None:
             return Shard(self.shape, (self.start,), elements, copy=copy)
         return self.placement.shards(elements, start=self.start, copy=copy)

@@ -29,8 +29,11 @@ def kept_bytes(
     gradients: ShardedGradients,
     more: Iterable[Tensor] = (),
 ) -> dict[str, int]:
-    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory. more: states besides those
-    of the pieces."""
+    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory.
+
+    Args:
+        more: States besides those of the pieces.
+    """
     shards = [getattr(flat, name, None) for flat in owned.flats for name in ("shard", "kept")]
     parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
     states: list[Any] = [

@@ -125,8 +125,11 @@ class Savable(torch.optim.Optimizer):
     def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of
         ranks, or the model's own state_dict(). Whole tensors, or ranges that hold this rank's part.
-        ValueError, on every rank and before anything is changed, for the state of another model.
-        Masters are refreshed: load the optimizer's state afterwards."""
+
+        Raises:
+            ValueError: On every rank and before anything is changed, for the state of another
+                model. Masters are refreshed: load the optimizer's state afterwards.
+        """
 
         def filling() -> list[Callable[[], None]]:
             mine = state if self.stages is None else self.stages.take(state)
@@ -144,9 +147,11 @@ class Savable(torch.optim.Optimizer):
         """Take up what `state_dict` gave, or a checkpoint of it: of any stage, number of ranks and
         bucket size.
 
-        Tensors may be whole, or ranges that hold this rank's. ValueError, on every rank and before
-        anything is changed, for the state of another model. The options of param groups are taken
-        over, as torch.optim does.
+        Tensors may be whole, or ranges that hold this rank's.
+
+        Raises:
+            ValueError: On every rank and before anything is changed, for the state of another
+                model. The options of param groups are taken over, as torch.optim does.
         """
 
         def parts() -> list[StateLoaders]:

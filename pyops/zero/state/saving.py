@@ -67,8 +67,12 @@ def collect(
     *,
     replica: bool,
 ) -> dict[str, Any]:
-    """The state dict. names: of the users' parameters, by id. replica: another rank holds all this,
-    and writes it."""
+    """The state dict.
+
+    Args:
+        names: Of the users' parameters, by id.
+        replica: Another rank holds all this, and writes it.
+    """
     state: dict[str, Any] = {}
     for each in owned.all_pieces():
         if each.piece.numel and (found := _entries(each, owned.states_of(each), replica=replica)):
@@ -242,7 +246,10 @@ def distribute_model(
     """What fills each tensor of this rank when it is called; what is on disk is compared now, and
     read then.
 
-    Nothing is changed. ValueError for the state of another model.
+    Nothing is changed.
+
+    Raises:
+        ValueError: For the state of another model.
     """
     spread, owners = _spread(units), _placed(model, placements)
     mine = _named_tensors(model)

@@ -25,10 +25,12 @@ __all__ = ["DelayedUpdate"]
 
 
 class DelayedUpdate:
-    """Updates of `owned` on a thread of its own. after: steps that are taken at once, before
-    updates are delayed.
+    """Updates of `owned` on a thread of its own.
 
     steps: how many there were, for checkpoints.
+
+    Args:
+        after: Steps that are taken at once, before updates are delayed.
     """
 
     def __init__(self, owned: ShardedOptimizerState, *, after: int) -> None:
@@ -54,8 +56,11 @@ class DelayedUpdate:
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def start(self, factor: Tensor | None, *, reused: Sequence[bool]) -> None:
-        """Begin to step with the gradients that `owned` has, times `factor`. reused: by flat,
-        whether the next backward's gradients will lie where they do."""
+        """Begin to step with the gradients that `owned` has, times `factor`.
+
+        Args:
+            reused: By flat, whether the next backward's gradients will lie where they do.
+        """
         for each in self._owned.all_pieces():
             if each.gradient is not None and reused[each.flat]:
                 each.gradient = each.gradient.clone()

@@ -66,8 +66,9 @@ def phases_over_shards(
     """(the phases that a 1-bit optimizer has, the optimizer of the first, its arguments); (None,
     what was given) for any other.
 
-    ValueError where it can't be shared out, or not so.
-    without: options of ZeroOptimizer that must be None or False.
+    Raises:
+        ValueError: Where it can't be shared out, or not so. without: options of ZeroOptimizer that
+            must be None or False.
     """
     over_shards = getattr(optimizer_class, "over_shards", None)
     if over_shards is None:

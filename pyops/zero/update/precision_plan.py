@@ -23,7 +23,12 @@ __all__ = ["PrecisionPlan", "make_precision_plan"]
 
 class PrecisionPlan:
     """What `precision=` comes to. dtype: of the model's floating-point numbers, None for as they
-    are. arguments: of the inner optimizer. loss_scale: None where gradients need none."""
+    are.
+
+    Args:
+        arguments: Of the inner optimizer.
+        loss_scale: None where gradients need none.
+    """
 
     def __init__(
         self, precision: Precision | None, arguments: dict[str, Any], loss_scale: LossScale | None

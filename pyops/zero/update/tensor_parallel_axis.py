@@ -43,8 +43,11 @@ class TensorParallelAxis:
         tp_group: dist.ProcessGroup | None,
         group: ProcessGroupLike,
     ) -> TensorParallelAxis | None:
-        """None without a tp_group of several ranks. ValueError unless the groups meet in this rank
-        alone."""
+        """None without a tp_group of several ranks.
+
+        Raises:
+            ValueError: Unless the groups meet in this rank alone.
+        """
         if tp_group is None or dist.get_world_size(tp_group) == 1:
             return None
         if issubclass(optimizer_class, LayerwiseOptimizer) or hasattr(

@@ -20,7 +20,8 @@ def examples(model: nn.Module, given: Any) -> Iterator[Inputs]:
     """Arguments to try, the best first: those given (a tensor, a tuple, or a mapping of names), or
     some of its configuration's.
 
-    ValueError where none can be made up, or what is given is of another sort.
+    Raises:
+        ValueError: Where none can be made up, or what is given is of another sort.
     """
     if given is not None:
         yield _given(given)

@@ -82,8 +82,11 @@ class VirtualGroup(Ranks):
         return self is other
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in rank order. ValueError where ranks put down tensors of other shapes,
-        or one has none to give."""
+        """Every rank's x, in rank order.
+
+        Raises:
+            ValueError: Where ranks put down tensors of other shapes, or one has none to give.
+        """
         turns, round_ = self.turns, self.count
         object.__setattr__(self, "count", round_ + 1)
         if len(turns.rounds) == round_:
