@@ -93,7 +93,16 @@ class Deferred:
         return Pieces(taken)
 
     def put(self, parameter: Tensor, dy: Tensor, x: Tensor | None) -> bool:
-        """Put off dy^T x, or the sum of dy, if this queue is collecting; whether it is."""
+        """Put off dy^T x, or the sum of dy, if this queue is collecting; whether it is.
+
+        Args:
+            parameter: A weight [out, in], or a bias [out].
+            dy: The gradient of the output, [rows, out].
+            x: The input, [rows, in]; None for a bias.
+
+        Returns:
+            Whether this queue is collecting, and so has put it off.
+        """
         if self._now is None:
             return False
         if id(parameter) not in self._now:
@@ -262,6 +271,11 @@ def weight_gradient(parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor |
     bias has none).
     dy [rows, out], x [rows, in], of one dtype; parameter [.., in] or [..] with out elements in its
     leading dims.
+
+    Args:
+        parameter: A weight [.., in], or a bias [..], with out elements in its leading dims.
+        dy: The gradient of the output, [rows, out].
+        x: The input, [rows, in], of the dtype of dy; None for a bias.
     """
     queue = getattr(parameter, "deferred", None)
     if queue is not None and queue.put(parameter, dy, x):
@@ -288,6 +302,11 @@ def accumulate_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None
     Moves 8 bytes per weight, where a product in 16 bits and an addition move 12, and rounds once
     less. On CUDA it is one product of cuBLAS that takes 16-bit operands and accumulates in fp32; on
     the CPU, whose libraries have none, a block of operands at a time is widened to fp32.
+
+    Args:
+        main_grad: [out, in], float32 or float64.
+        dy: The gradient of the output, [rows, out].
+        x: The input, [rows, in], of the dtype of dy, no wider than main_grad.
 
     Raises:
         ValueError: Otherwise.
@@ -321,6 +340,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x [..., in], weight [out, in], bias [out]. Under autocast in its dtype. A compiled region puts
     nothing off.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out], or None.
     """
     if not is_marked(weight) or torch.compiler.is_compiling():
         return functional.linear(x, weight, bias)

@@ -47,7 +47,13 @@ def ranks_without_note(
     group: dist.ProcessGroup, *, note: str, grace: float = GRACE
 ) -> list[int] | None:
     """Leave this rank's note; the ranks that left none within `grace` seconds, or None when the
-    store is gone too."""
+    store is gone too.
+
+    Args:
+        group: The ranks that are asked.
+        note: What each of them writes to the store of the group.
+        grace: Seconds to wait for it.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     keys = [f"pyops/failure/{r}" for r in range(size)]
     anywhere = [f"pyops/failure/of rank {r}" for r in dist.get_process_group_ranks(group)]
@@ -87,7 +93,15 @@ def lost_peer(
     what: str, *, group: dist.ProcessGroup, cause: Exception, sequence: int, grace: float = GRACE
 ) -> CommunicationError:
     """The error to raise for a collective whose exchange failed with `cause`; names the ranks that
-    gave no sign of life within `grace` seconds."""
+    gave no sign of life within `grace` seconds.
+
+    Args:
+        what: The collective, for the message.
+        group: Its ranks.
+        cause: What the exchange raised.
+        sequence: The number of the collective.
+        grace: Seconds to wait for signs of life.
+    """
     me = dist.get_rank(group)
     silent = ranks_without_note(group, note=f"gave up in collective {sequence}", grace=grace)
     reason = (str(cause).splitlines() or [type(cause).__name__])[0]

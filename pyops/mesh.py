@@ -131,7 +131,14 @@ def check_initialized(who: str, group: ProcessGroupLike = None) -> None:
 @dataclass(frozen=True)
 class Axes:
     """How many ranks each axis has; 1 for an axis that is not used. cp has its place in the order,
-    but takes only 1 as yet."""
+    but takes only 1 as yet.
+
+    Attributes:
+        pp: Pipeline parallelism: ranks that hold other layers.
+        dp: Data parallelism: ranks that hold the same parameters and see other data.
+        cp: Context parallelism: ranks that hold other tokens of the same sequences.
+        tp: Tensor parallelism: ranks that share each layer.
+    """
 
     pp: int = 1
     dp: int = 1

@@ -89,7 +89,12 @@ def normal(
     device: torch.device | str | None = None,
     **renamed: object,
 ) -> Tensor:
-    """Normal numbers with mean 0 and standard deviation `std`; the rest as in `uniform`."""
+    """Normal numbers with mean 0 and standard deviation `std`; the rest as in `uniform`.
+
+    Args:
+        seed, name, shape, offset, global_shape, dtype, device: As for `uniform`.
+        std: The standard deviation, 0 or more.
+    """
     refuse_renamed("normal", renamed, {"mean": "normal(...).add_(mean)"})
     if not std >= 0:
         raise ValueError(f"std must be a number >= 0, got {std}")
@@ -117,7 +122,12 @@ def dropout_mask(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """A bool mask that keeps (True) each element with probability 1 - p; the rest as in
-    `uniform`."""
+    `uniform`.
+
+    Args:
+        seed, name, shape, offset, global_shape, device: As for `uniform`.
+        p: The probability of an element to be dropped, from 0 to 1.
+    """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p must be a probability in [0, 1], got {p}")
     out = torch.empty(tuple(shape), dtype=torch.bool, device=device)

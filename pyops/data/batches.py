@@ -26,6 +26,14 @@ class Batches:
 
     Sequence i is the tokens [i T, i T + T], T + 1 of them: inputs and, one later, targets.
 
+    Args:
+        corpus: The tokens.
+        sequence_length: T, the tokens that a sequence predicts.
+        global_batch: Sequences in a step, over all ranks.
+        seed: Of the order of sequences in each epoch.
+        rank: This rank.
+        num_ranks: The number of ranks that share a batch.
+
     Raises:
         ValueError: When the ranks do not divide the global batch, CorpusError when the corpus has
             fewer sequences than one global batch.
@@ -127,6 +135,13 @@ def validation_rows(
     part: int64 [n, T + 1].
 
     n may be 0 on some ranks, when there are fewer sequences than ranks.
+
+    Args:
+        corpus: The tokens.
+        sequence_length: T, the tokens that a sequence predicts.
+        num_sequences: At most so many, over all ranks.
+        rank: This rank.
+        num_ranks: The number of ranks that share them.
     """
     available = (corpus.validation.size - 1) // sequence_length
     count = min(num_sequences, available)

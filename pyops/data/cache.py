@@ -63,6 +63,12 @@ def prepare(
     """Tokenize the corpus, unless the cache has it, and open it. Rank 0 of the group builds, the
     others wait.
 
+    Args:
+        config: The text, its tokenizer and the folder of the cache.
+        vocab_size: Of the tokenizer: 256 or more.
+        sequence_length: The tokens of a sequence, of which each part must have at least one.
+        group: The ranks that open it; None: all.
+
     Raises:
         CorpusError: On every rank alike, when the corpus is missing, empty, unreadable, or has
             fewer tokens than one sequence of `sequence_length` and its next token, in either part.

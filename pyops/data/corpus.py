@@ -77,7 +77,13 @@ class DataConfig:
 @dataclass(frozen=True)
 class Document:
     """One file of the corpus; `name` is its path below the corpus' folder, the same on every
-    machine."""
+    machine.
+
+    Attributes:
+        name: Its path below the corpus' folder, the same on every machine.
+        path: Where it lies on this machine.
+        size: In bytes.
+    """
 
     name: str
     path: Path

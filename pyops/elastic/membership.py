@@ -25,7 +25,13 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Grid:
     """tp ranks share each layer, pp such groups hold different layers, and dp such models see
-    different sequences."""
+    different sequences.
+
+    Attributes:
+        tp: Ranks that share each layer.
+        pp: Ranks that hold other layers.
+        dp: Models that see other sequences.
+    """
 
     tp: int = 1
     pp: int = 1

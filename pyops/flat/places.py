@@ -229,7 +229,13 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def claim(parameters: Iterable[nn.Parameter], owner: object, *, who: str) -> None:
-    """Note that these are in flat tensors of `owner`, until it is gone or lets go of them."""
+    """Note that these are in flat tensors of `owner`, until it is gone or lets go of them.
+
+    Args:
+        parameters: What the owner trains.
+        owner: The object that owns them from now on.
+        who: Its name, for the error of another one.
+    """
     for parameter in parameters:
         _owners[parameter] = (ref(owner), who)
 

@@ -169,7 +169,13 @@ class Shards:
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Boxes that hold elements [start, stop) of the flattened tensor of this shape, in that order;
-    each lies in one piece."""
+    each lies in one piece.
+
+    Args:
+        shape: Of the tensor.
+        start: The first element of the flattened tensor.
+        stop: The element behind the last one.
+    """
     if start >= stop:
         return []
     if len(shape) <= 1:

@@ -281,7 +281,13 @@ class BERT(nn.Module):
     def encode(
         self, tokens_BT: Tensor, *, types_BT: Tensor | None = None, mask_BT: Tensor | None = None
     ) -> Tensor:
-        """x_BTD of the last block, as a rank holds it."""
+        """x_BTD of the last block, as a rank holds it.
+
+        Args:
+            tokens_BT: int64 [B, T].
+            types_BT: int64 [B, T], the segment of each token; None: all 0.
+            mask_BT: bool [B, T], True where a token is to be seen; None: all are.
+        """
         if tokens_BT.shape[1] > self.config.sequence_length:
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than sequence_length = "

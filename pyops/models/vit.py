@@ -279,7 +279,14 @@ class ViT(nn.Module):
         initialize_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, num_images: int, *, seed: int, step: int, first_row: int = 0) -> None:
-        """Key all dropout for the next forward over that many images, as GPT.set_dropout does."""
+        """Key all dropout for the next forward over that many images, as GPT.set_dropout does.
+
+        Args:
+            num_images: Of this forward.
+            seed: Of the run.
+            step: The number of the step, so that each draws other masks.
+            first_row: Of this forward in the batch of all ranks.
+        """
         if self.config.dropout or self.config.attention_dropout:
             shape = (num_images, self.config.num_tokens)
             set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

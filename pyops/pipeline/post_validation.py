@@ -91,7 +91,14 @@ class PostValidation:
         self, batch: Any = None, target: Any = None, *, scale: float = 1.0, **named: Any
     ) -> Tensor:
         """`Pipeline.step`, then a step of the optimizer, which is validated in the next call, and
-        gradients are dropped."""
+        gradients are dropped.
+
+        Args:
+            batch, target, scale, named: As for `Pipeline.step`.
+
+        Returns:
+            The loss of the batch.
+        """
         if self._last_forward is None:
             self.finish()
         seeds = RandomStates() if self._pending else None

@@ -325,6 +325,11 @@ class Communicator:
         result: on the CPU those that sum in rank order, and others where the order does not matter
         (two ranks, integers). On CUDA the backend's own is weighed against two_shot where the order
         does not matter, and taken elsewhere.
+
+        Args:
+            algorithm: A name, or "auto".
+            flat: The tensor to be reduced, flat and contiguous.
+            runners: Gives the function that runs an algorithm of this name, to measure it.
         """
         if algorithm != "auto" or self.size == 1:
             return algorithm

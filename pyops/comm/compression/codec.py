@@ -96,7 +96,13 @@ class Codec(ABC):
 
     @abstractmethod
     def sum_rows(self, out: Tensor, payloads: Sequence[Tensor], *, scale: float = 1.0) -> None:
-        """out = scale * ((d0 + d1) + d2 ...), fp32, in the order of the list."""
+        """out = scale * ((d0 + d1) + d2 ...), fp32, in the order of the list.
+
+        Args:
+            out: fp32, of as many numbers as each payload has.
+            payloads: What `encode` wrote, in the order of the ranks.
+            scale: A factor of the sum.
+        """
 
     def reencode(
         self,
@@ -111,7 +117,17 @@ class Codec(ABC):
         offset: int = 0,
     ) -> None:
         """payload <- the sum of n numbers of each of `payloads`, times scale, plus error; error as
-        for `encode`."""
+        for `encode`.
+
+        Args:
+            payload: Where the encoded sum goes.
+            payloads: What `encode` wrote on each rank, in the order of the ranks.
+            n: How many numbers each payload has.
+            scale: A factor of the sum.
+            error: fp32 [n], added to the sum; afterwards what is left out.
+            flag: fp32 [1], set to 1 where a number is not finite.
+            seed, offset: As for `encode`.
+        """
         total = torch.empty(n, dtype=torch.float32, device=payload.device)
         self.sum_rows(total, payloads, scale=scale)
         measure = self.scale_of(total, error)

@@ -79,6 +79,12 @@ class PowerSGD(Codec):
     def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:
         """flat = scale * (sum over ranks of flat + error) at low rank, in place.
 
+        Args:
+            flat: The tensor, flat and contiguous.
+            error: The memory of this tensor, a PowerSGDMemory.
+            transport: What carries the messages.
+            scale: A factor of the sum.
+
         Raises:
             ValueError: Without a memory that fits.
         """
@@ -99,7 +105,14 @@ class PowerSGD(Codec):
         low_rank_mean(flat, error, exchange=exchange, factor=scale * transport.size)
 
     def check_memory(self, error: Any, *, numel: int, rank: int, size: int) -> None:
-        """ValueError unless `error` is a memory of this codec and rank for so many numbers."""
+        """ValueError unless `error` is a memory of this codec and rank for so many numbers.
+
+        Args:
+            error: What was given as memory.
+            numel: Elements of the tensor.
+            rank: This rank.
+            size: The number of ranks.
+        """
         if not isinstance(error, PowerSGDMemory):
             raise ValueError(
                 f"{self.name} needs the shapes of the tensors; pass "

@@ -160,7 +160,13 @@ class ActivationCache:
 
     def get(self, samples: Tensor, *, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """(values [m, *shape], found [n] of bool): of the m samples that are there, in their
-        order."""
+        order.
+
+        Args:
+            samples: [n] int64, the numbers of the samples.
+            depth: How many layers made the values.
+            seed: Of the augmentation; 0 where there is none.
+        """
         mine = self._checked(samples, depth)
         found = self.depths(mine, seed=seed) == depth
         values = self._read(mine[found], depth, seed)

@@ -38,7 +38,13 @@ MODES = ("auto", "on", "off")
 
 @dataclass(frozen=True)
 class CacheTimes:
-    """Seconds for a sample: of all frozen layers, of keeping their output, and of reading it."""
+    """Seconds for a sample: of all frozen layers, of keeping their output, and of reading it.
+
+    Attributes:
+        compute: Seconds for the forward of all frozen layers.
+        put: Seconds for keeping their output.
+        get: Seconds for reading it.
+    """
 
     compute: float
     put: float

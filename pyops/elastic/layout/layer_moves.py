@@ -41,7 +41,13 @@ UNDER_WAY = 4  # messages that a rank sends at a time
 
 @dataclass(frozen=True)
 class LayerMove:
-    """A layer goes from `source` to the first of `targets`, from there to the second, and so on."""
+    """A layer goes from `source` to the first of `targets`, from there to the second, and so on.
+
+    Attributes:
+        layer: The number of the layer.
+        source: The rank that holds it.
+        targets: The ranks that get it, in this order.
+    """
 
     layer: int
     source: int
@@ -91,6 +97,14 @@ def transition(
     layers are dropped.
 
     What stays where it is is not copied, what moves is.
+
+    Args:
+        states: states[rank] is {layer: state} of that rank in the old layout.
+        old: The layout that the states are in.
+        new: The layout that they are to be in.
+
+    Returns:
+        The same in the new layout.
 
     Raises:
         ValueError: For states of other layers than `old` says.

@@ -23,26 +23,39 @@ PADDING = 999_999_999_999
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """samples: int64 [n], PADDING where it is filled up: see `indices_of`. first_row: its first row
-    in the batch. batch: rows of all replicas. step: how many batches there were before. micro_rows:
-    rows of each micro-batch."""
+    """A replica's part of a batch, filled up to micro-batches of one size."""
 
     samples: Tensor
+    """int64 [n], PADDING where it is filled up: see `indices_of`."""
+
     first_row: int
+    """The first of these rows in the batch."""
+
     batch: int
+    """Rows of all replicas."""
+
     epoch: int
+    """To which the batch belongs."""
+
     step: int
+    """How many batches there were before."""
+
     micro_rows: int
+    """Rows of each micro-batch."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """loss: the mean over the terms of the batch of all replicas. grad_norm: before clipping; nan
-    where it was not finite, and nothing changed. flagged: some rank had set its flag."""
+    """What a step of all replicas gave."""
 
     loss: float
+    """The mean over the terms of the batch of all replicas."""
+
     grad_norm: float
+    """Before clipping; nan where it was not finite, and nothing changed."""
+
     flagged: bool = False
+    """Whether some rank had set its flag."""
 
 
 def indices_of(samples: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,13 @@ def rows_besides(
 def machine_of(layers: Iterable[nn.Module], *, besides: float, stages: int) -> Machine:
     """The machine of all ranks for `pack`, to which the layers' parameters are given as costs: a
     row takes as many seconds as there are parameters. The stages share out what a micro-batch
-    costs."""
+    costs.
+
+    Args:
+        layers: All of the model.
+        besides: What a micro-batch costs besides its rows, in rows.
+        stages: Over which that is shared out.
+    """
     parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return Machine(devices=ranks, overhead=besides * parameters / 2 / stages)

@@ -84,7 +84,13 @@ class Profile:
 
     def weights(self, first: int, end: int, *, optimizer_bytes: float = 8.0) -> float:
         """Bytes of the layers' weights and gradients, and optimizer_bytes for each parameter (8:
-        two moments in fp32)."""
+        two moments in fp32).
+
+        Args:
+            first: The first of these layers.
+            end: The number behind the last one.
+            optimizer_bytes: Bytes of states for each parameter; 8: two moments in float32.
+        """
         several = self.layers[first:end]
         whole, once = (
             sum(_bytes([layer.weights]) for layer in several),

@@ -21,7 +21,13 @@ _TEXT = re.compile(rf"(\d+)([{KINDS}])(\d+)")
 
 
 class Action(NamedTuple):
-    """`kind`, a letter of KINDS, at `stage` for micro-batch, or as step, `number`."""
+    """`kind`, a letter of KINDS, at `stage` for micro-batch, or as step, `number`.
+
+    Attributes:
+        stage: The number of the stage, from 0.
+        kind: A letter of KINDS: "F" is a forward, "B" a backward, "U" an optimizer step.
+        number: The micro-batch, or for "U" the step.
+    """
 
     stage: int
     kind: str

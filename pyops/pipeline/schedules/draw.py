@@ -36,6 +36,11 @@ def draw(timeline: Timeline, path: Path | str, *, title: str | None = None) -> P
     """Write the picture to `path`, whose ending says what it becomes. A line for each rank, time to
     the right.
 
+    Args:
+        timeline: Of `simulate`, or recorded.
+        path: The file; its ending is .svg, .png or .pdf.
+        title: Above the picture.
+
     Raises:
         ValueError: For endings that are none of .svg, .png, .pdf.
         ImportError: Without matplotlib.
