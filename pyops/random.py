@@ -172,8 +172,8 @@ class RandomStates:
 
 def states_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(module, state) of every module in `module` that is given the state of its dropout before
-    each forward (`take_state`)."""
-    return [(each, each.state) for each in module.modules() if hasattr(each, "take_state")]
+    each forward (`set_dropout_state`)."""
+    return [(each, each.state) for each in module.modules() if hasattr(each, "set_dropout_state")]
 
 
 @contextlib.contextmanager

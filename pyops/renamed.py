@@ -46,6 +46,7 @@ ATTRIBUTES = {
         "message_group": "make_control_group",
     },
     "pyops.tensor_parallel": {
+        "Past": "KVCache",
         "finish_gradients": "sync_partial_grads",
         "initialise_": "initialize_",
         "initialise_model_": "initialize_model_",

@@ -30,10 +30,10 @@ from pyops.models.vocabulary_head import VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
+    KVCache,
     MLPConfig,
     ParallelAttention,
     ParallelMLP,
-    Past,
     Ranks,
     RanksLike,
     VocabParallelEmbedding,
@@ -220,7 +220,9 @@ class GPTBlock(nn.Module):
         )
         self.rotary = rotary
 
-    def forward(self, x: Tensor, shape: Shape | None = None, *, past: Past | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, shape: Shape | None = None, *, past: KVCache | None = None
+    ) -> Tensor:
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
         turns = None if self.rotary is None else self.rotary(length, first=first)
         y = self.dropout1(
@@ -341,14 +343,14 @@ class GPT(nn.Module):
         *,
         gather: bool = True,
         reduction: str = "mean",
-        past: Sequence[Past] | None = None,
+        past: Sequence[KVCache] | None = None,
     ) -> Tensor:
         """Logits; with gather=False this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
         With targets, `loss`.
 
         Args:
-            past: `new_past()`, and then the same again: the tokens follow those that were given
-                with it before.
+            past: `new_kv_caches()`, and then the same again: the tokens follow those that were
+                given with it before.
         """
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:
@@ -371,9 +373,9 @@ class GPT(nn.Module):
         )
         return result
 
-    def new_past(self) -> list[Past]:
+    def new_kv_caches(self) -> list[KVCache]:
         """What `forward` keeps of the tokens it was given, one for each block: nothing yet."""
-        return [Past() for _ in range(self.config.num_layers)]
+        return [KVCache() for _ in range(self.config.num_layers)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, *, reduction: str = "mean") -> Tensor:
         """-ln p(target) over the tokens, the same on every rank, without whole logits; targets of

@@ -98,7 +98,7 @@ class ModelLayout:
         """As `take`, of whole numbers."""
         if not self.shared:
             return index_BT
-        rank, each = self.ranks.rank, self.ranks.rows_each(index_BT.numel())
+        rank, each = self.ranks.rank, self.ranks.rows_per_rank(index_BT.numel())
         missing = each * self.ranks.size - index_BT.numel()
         return nn.functional.pad(index_BT.flatten(), (0, missing))[rank * each : (rank + 1) * each]
 

@@ -27,9 +27,10 @@ def sample(
 
     Args:
         context: How many of the last tokens the model is shown at most, no more than its sequence
-            length; when there are more, the older half is forgotten. A model that has `new_past`,
-            as GPT, computes each token once but then. temperature 0 takes the likeliest token. The
-            draws are keyed by `seed`: the same model continues the same way on any device.
+            length; when there are more, the older half is forgotten. A model that has
+            `new_kv_caches`, as GPT, computes each token once but then. temperature 0 takes the
+            likeliest token. The draws are keyed by `seed`: the same model continues the same way on
+            any device.
     """
     if prompt.ndim != 1 or prompt.numel() == 0:
         raise ValueError(
@@ -40,15 +41,15 @@ def sample(
     model.eval()
     uniform = random.uniform(seed, "sample", (num_tokens,), device="cpu").double()
     tokens, shown = prompt, min(len(prompt), context)
-    new_past: Callable[[], Any] | None = getattr(model, "new_past", None)
+    new_kv_caches: Callable[[], Any] | None = getattr(model, "new_kv_caches", None)
     past = None
     for i in range(num_tokens):
         if shown > context:
             shown, past = (context + 1) // 2, None
-        if new_past is None:
+        if new_kv_caches is None:
             logits_BTV = model(tokens[None, -shown:])
         elif past is None:
-            logits_BTV = model(tokens[None, -shown:], past=(past := new_past()))
+            logits_BTV = model(tokens[None, -shown:], past=(past := new_kv_caches()))
         else:
             logits_BTV = model(tokens[None, -1:], past=past)
         logits_V = logits_BTV[0, -1].double().cpu()  # where a running sum has one order

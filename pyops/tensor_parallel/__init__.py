@@ -43,6 +43,7 @@ from pyops.tensor_parallel.functional.scores import rotary_tables
 from pyops.tensor_parallel.functional.vocabulary_part import CrossEntropyConfig
 from pyops.tensor_parallel.layers.attention import ParallelAttention
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding
+from pyops.tensor_parallel.layers.kv_cache import KVCache
 from pyops.tensor_parallel.layers.layer_config import (
     AttentionConfig,
     ColumnConfig,
@@ -54,7 +55,6 @@ from pyops.tensor_parallel.layers.layer_config import (
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.tensor_parallel.layers.mlp import ParallelMLP
 from pyops.tensor_parallel.layers.norm import LayerNorm, RMSNorm
-from pyops.tensor_parallel.layers.past import Past
 from pyops.tensor_parallel.layers.relative_bias import RelativeBias
 
 __all__ = [
@@ -64,12 +64,12 @@ __all__ = [
     "CrossEntropyConfig",
     "Dropout",
     "EmbeddingConfig",
+    "KVCache",
     "LayerNorm",
     "LinearCrossEntropyConfig",
     "MLPConfig",
     "ParallelAttention",
     "ParallelMLP",
-    "Past",
     "RMSNorm",
     "Ranks",
     "RanksLike",

@@ -342,7 +342,7 @@ def test_a_past_changes_no_logits(positions, device):
     tokens = torch.randint(config.vocab_size, (2, config.sequence_length), device=device)
     with torch.no_grad():
         whole = model(tokens)
-        past = model.new_past()
+        past = model.new_kv_caches()
         parts = [model(tokens[:, :3], past=past)]
         parts += [model(tokens[:, i : i + 1], past=past) for i in range(3, config.sequence_length)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-12)
@@ -350,7 +350,7 @@ def test_a_past_changes_no_logits(positions, device):
             ValueError, match=f"a sequence of {config.sequence_length + 1} tokens is longer"
         ):
             model(tokens[:, :1], past=past)
-        model(tokens[:, :1], past=(past := model.new_past()))
+        model(tokens[:, :1], past=(past := model.new_kv_caches()))
         with pytest.raises(ValueError, match="2 tokens follow 1 of the past"):
             model(tokens[:, :2], past=past)
 

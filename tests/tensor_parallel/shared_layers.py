@@ -165,7 +165,7 @@ def errors_on_rank(
 
     local_dy = local(dy, case.y_unit)
     if sp and case.y_unit:  # all tokens and the padding of the last ranks
-        rows = ranks.rows_each(len(local_dy)) * ranks.size
+        rows = ranks.rows_per_rank(len(local_dy)) * ranks.size
         local_dy = torch.cat(
             [local_dy, local_dy.new_zeros(rows - len(local_dy), local_dy.shape[1])]
         )

@@ -4,7 +4,7 @@
 |---|---|
 | parallelize.py | parallelize: what users call |
 | plans.py, architectures | plans as data; those of the architectures of transformers |
-| blueprint.py, perform.py | what will be replaced, decided and checked; the replacement |
+| replacement_plan.py, replace_layers.py | what will be replaced, checked; its replacement |
 | module_swap.py, grouped_columns.py | the replacement of one layer; of fused q, k and v matrices |
 | head_counts.py, multihead.py | numbers of heads; torch.nn.MultiheadAttention |
 | region_hooks.py | hooks at the edges of a replaced region |

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from pyops.comm.agreement import gather, on_first_rank, ranks_agree
-from pyops.tensor_parallel.convert.blueprint import Blueprint
 from pyops.tensor_parallel.convert.check.module_snapshot import Snapshot
 from pyops.tensor_parallel.convert.check.plan_trial import try_plan
-from pyops.tensor_parallel.convert.perform import Report, perform
 from pyops.tensor_parallel.convert.plans import plan_of
+from pyops.tensor_parallel.convert.replace_layers import Report, replace_layers
+from pyops.tensor_parallel.convert.replacement_plan import ReplacementPlan
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["Report", "parallelize"]
@@ -89,18 +89,18 @@ def parallelize(
     ranks = Ranks.of(group)
     options = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
     with ranks_agree(ranks.group):
-        blueprint = Blueprint(model, ranks, plan, **options)
+        replacements = ReplacementPlan(model, ranks, plan, **options)
     if ranks.size > 1:
-        _check_same(model, {"plan": blueprint.kinds, **options, "check": check}, ranks)
+        _check_same(model, {"plan": replacements.kinds, **options, "check": check}, ranks)
     checked = "nothing, with check=False"
     if check:
         checked = on_first_rank(
-            lambda: _try(model, blueprint, plan, example_inputs), group=ranks.group
+            lambda: _try(model, replacements, plan, example_inputs), group=ranks.group
         )
     before = Snapshot(model)
     try:
         with ranks_agree(ranks.group):
-            report = perform(model, blueprint)
+            report = replace_layers(model, replacements)
     except BaseException:
         before.restore()
         raise
@@ -109,26 +109,29 @@ def parallelize(
 
 
 def _try(
-    model: nn.Module, blueprint: Blueprint, plan: Mapping[str, str] | None, example_inputs: Any
+    model: nn.Module,
+    replacements: ReplacementPlan,
+    plan: Mapping[str, str] | None,
+    example_inputs: Any,
 ) -> str:
     """What the trial of the plan on virtual ranks found equal, see plan_trial.py."""
     whole_plan = plan_of(model) if plan is None else plan
 
     def cut(part: nn.Module, ranks: Ranks) -> None:
-        perform(
+        replace_layers(
             part,
-            Blueprint(
+            ReplacementPlan(
                 part,
                 ranks,
                 whole_plan,
-                sequence_parallel=blueprint.sequence_parallel,
+                sequence_parallel=replacements.sequence_parallel,
                 gather_logits=True,
                 complete=False,
             ),
         )
 
-    blocks = [name for name, kind in blueprint.kinds.items() if kind == "blocks"]
-    return try_plan(model, cut, blueprint.ranks.size, blocks=blocks, given=example_inputs)
+    blocks = [name for name, kind in replacements.kinds.items() if kind == "blocks"]
+    return try_plan(model, cut, replacements.ranks.size, blocks=blocks, given=example_inputs)
 
 
 def _check_same(model: nn.Module, options: Mapping[str, Any], ranks: Ranks) -> None:

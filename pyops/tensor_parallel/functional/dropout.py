@@ -53,7 +53,7 @@ class Dropout(nn.Module):
         self.sequence_parallel = sequence_parallel and self.ranks.size > 1
         self.register_buffer("state", None, persistent=False)
 
-    def take_state(
+    def set_dropout_state(
         self,
         *,
         key: int,
@@ -101,7 +101,7 @@ def set_dropout(
     with its own prefix.
 
     Args:
-        model: every module in it that has `take_state` is set.
+        model: every module in it that has `set_dropout_state` is set.
         seed: of all streams.
         step: of the training; another step drops other elements.
         shape: (B, T) of the forward's tokens.
@@ -115,8 +115,8 @@ def set_dropout(
         else next((p.device for p in model.parameters()), None)
     )
     for name, module in model.named_modules():
-        if hasattr(module, "take_state"):
-            module.take_state(
+        if hasattr(module, "set_dropout_state"):
+            module.set_dropout_state(
                 key=key_of(seed, f"{prefix}{name}@{step}"),
                 first_row=first_row,
                 shape=shape,

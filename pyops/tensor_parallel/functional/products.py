@@ -240,7 +240,7 @@ class _Row(torch.autograd.Function):
             elif plan.sequence_parallel:
                 part = _part_of_sum(rows, matrix, plan)
                 y = ranks.reduce_scatter(
-                    pad_rows(part, ranks.rows_each(len(part)) * ranks.size)
+                    pad_rows(part, ranks.rows_per_rank(len(part)) * ranks.size)
                 ).wait()
             else:
                 y = ranks.sum_(_part_of_sum(rows, matrix, plan)).wait()

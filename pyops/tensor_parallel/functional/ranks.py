@@ -92,14 +92,14 @@ class Ranks:
         found = reduce_scatter(x, group=self.process_group, async_op=async_op)
         return found if async_op else Work(found)
 
-    def rows_each(self, rows: int) -> int:
+    def rows_per_rank(self, rows: int) -> int:
         """Rows of a tensor that each rank holds when `rows` are shared out: the last ranks' are
         padded."""
         return -(-rows // self.size)
 
     def start(self, rows: int) -> int:
         """Where this rank's rows of `rows` begin, padding counted."""
-        return self.rank * self.rows_each(rows)
+        return self.rank * self.rows_per_rank(rows)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

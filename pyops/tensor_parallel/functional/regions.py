@@ -132,10 +132,10 @@ def gather_tokens(
         ValueError: x does not have a rank's rows of that many tokens.
     """
     ranks = Ranks.of(group)
-    if tokens is not None and len(x) != ranks.rows_each(tokens):
+    if tokens is not None and len(x) != ranks.rows_per_rank(tokens):
         raise ValueError(
             f"x has {len(x)} rows, but a rank's part of {tokens} tokens over "
-            f"{ranks.size} ranks is {ranks.rows_each(tokens)}"
+            f"{ranks.size} ranks is {ranks.rows_per_rank(tokens)}"
         )
     whole = gather(x, dim=0, duplicated=duplicated, group=ranks)
     return whole if tokens is None or tokens == len(whole) else whole[:tokens]
@@ -207,7 +207,7 @@ def _agreed_sizes(
 
 
 def _padded(x: Tensor, ranks: Ranks) -> Tensor:
-    return pad_rows(x, ranks.rows_each(len(x)) * ranks.size)
+    return pad_rows(x, ranks.rows_per_rank(len(x)) * ranks.size)
 
 
 def _check_parts(x: Tensor, dim: int, ranks: Ranks) -> None:

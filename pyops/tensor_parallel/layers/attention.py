@@ -32,9 +32,9 @@ from pyops.tensor_parallel.functional.keywords import check_probability, refuse_
 from pyops.tensor_parallel.functional.products import column_products
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.scores import Core, ScoreDropout
+from pyops.tensor_parallel.layers.kv_cache import KVCache
 from pyops.tensor_parallel.layers.layer_config import AttentionConfig, ColumnConfig, RowConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from pyops.tensor_parallel.layers.past import Past
 
 __all__ = ["ParallelAttention", "check_heads"]
 
@@ -159,7 +159,7 @@ class ParallelAttention(nn.Module):
                 continue
             layer.reset_parameters(seed=seed, name=f"{name}.{key}" if name else key)  # type: ignore[operator]
 
-    def take_state(
+    def set_dropout_state(
         self, *, key: int, first_row: int, shape: Shape, device: torch.device | None = None
     ) -> None:
         """Sets the dropout of the next forward to (key, first sequence); see `set_dropout`."""
@@ -175,7 +175,7 @@ class ParallelAttention(nn.Module):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
-        past: Past | None = None,
+        past: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attention of x to itself, or to memory.
 
@@ -227,7 +227,7 @@ class ParallelAttention(nn.Module):
             if x.dim() != 3:
                 raise ValueError(f"x is {tuple(x.shape)}; attention takes [B, T, dim]")
             return x.shape[0], x.shape[1]
-        if shape is None or len(x) != self.ranks.rows_each(shape[0] * shape[1]):
+        if shape is None or len(x) != self.ranks.rows_per_rank(shape[0] * shape[1]):
             raise ValueError(
                 f"under sequence parallelism attention needs {what}=(B, T) with ceil(B T "
                 f"/ {self.ranks.size}) = {len(x)}, "

@@ -107,7 +107,7 @@ class ParallelMLP(nn.Module):
         self.up.reset_parameters(seed=seed, name=prefix + "up")
         self.down.reset_parameters(seed=seed, name=prefix + "down")
 
-    def take_state(
+    def set_dropout_state(
         self,
         *,
         key: int,

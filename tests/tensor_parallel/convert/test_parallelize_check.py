@@ -13,11 +13,11 @@ from torch import nn
 
 from benchmarks.tiny_models import tiny
 from pyops.tensor_parallel import parallelize, whole_state_dict
-from pyops.tensor_parallel.convert.blueprint import Blueprint
 from pyops.tensor_parallel.convert.check import plan_trial
 from pyops.tensor_parallel.convert.check.plan_trial import try_plan
-from pyops.tensor_parallel.convert.perform import perform
 from pyops.tensor_parallel.convert.plans import plan_of
+from pyops.tensor_parallel.convert.replace_layers import replace_layers
+from pyops.tensor_parallel.convert.replacement_plan import ReplacementPlan
 from tests.tensor_parallel.convert.existing_models import PLAN, Mixed
 
 pytestmark = pytest.mark.cpu_only
@@ -282,7 +282,7 @@ def test_mutants_of_a_right_plan(name: str):
 def cut_by(plan: Any, sequence_parallel: bool = False) -> Any:
     def cut(part: nn.Module, group: Any) -> None:
         options = {"sequence_parallel": sequence_parallel, "gather_logits": True, "complete": False}
-        perform(part, Blueprint(part, group, plan, **options))
+        replace_layers(part, ReplacementPlan(part, group, plan, **options))
 
     return cut
 

@@ -1,4 +1,4 @@
-"""What a blueprint says is done to a model, in place, and listed in a report. Communicates
+"""What a replacements says is done to a model, in place, and listed in a report. Communicates
 nothing."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.convert.blueprint import Blueprint
 from pyops.tensor_parallel.convert.head_counts import set_heads
 from pyops.tensor_parallel.convert.module_swap import swapped
 from pyops.tensor_parallel.convert.multihead import MultiheadAttention
 from pyops.tensor_parallel.convert.region_hooks import Enter, JoinTokens, SplitTokens
+from pyops.tensor_parallel.convert.replacement_plan import ReplacementPlan
 
-__all__ = ["Report", "perform"]
+__all__ = ["Report", "replace_layers"]
 
 
 @dataclass
@@ -68,41 +68,41 @@ class Report:
 
 
 @torch.no_grad()
-def perform(model: nn.Module, blueprint: Blueprint) -> Report:
+def replace_layers(model: nn.Module, replacements: ReplacementPlan) -> Report:
     """Swap modules, set heads, put hooks at the edges. What fails leaves the model half done: see
     module_snapshot.py."""
-    report = Report(cut={name: cut.kind for name, cut in blueprint.cuts.items()})
+    report = Report(cut={name: cut.kind for name, cut in replacements.cuts.items()})
     elements = sum(p.numel() for p in model.parameters())
-    whole = {name: blueprint.whole(name) for name in blueprint.modules}
+    whole = {name: replacements.whole(name) for name in replacements.modules}
     report.replicated = [
         ".".join(filter(None, (name, key)))
         for name, _ in model.named_modules()
         for key in whole[name]
     ]
     kept = [
-        p for p in model.parameters() if id(p) in blueprint.tied
+        p for p in model.parameters() if id(p) in replacements.tied
     ]  # so that no other gets their ids
-    _swap(model, blueprint)
+    _swap(model, replacements)
     for module in model.modules():
         for key, p in module._parameters.items():
-            if p is not None and (new := blueprint.tied.get(id(p))) is not None:
+            if p is not None and (new := replacements.tied.get(id(p))) is not None:
                 module.register_parameter(key, new)
     del kept
-    _place_partial(blueprint, whole)
-    for name, heads in blueprint.heads.items():
-        if name in blueprint.multihead:
+    _place_partial(replacements, whole)
+    for name, heads in replacements.heads.items():
+        if name in replacements.multihead:
             continue
         module, configured = (
             model.get_submodule(name),
-            blueprint.kinds[name] == "configured attention",
+            replacements.kinds[name] == "configured attention",
         )
         if changed := set_heads(module, heads, configured=configured):
             report.changed[name] = changed
-    for name in blueprint.regions if blueprint.ranks.size > 1 else ():
-        tokens, flat = blueprint.shared_out(name), blueprint.kinds[name] == "mlp"
-        hook = Enter(blueprint.ranks, tokens, flat=flat, heads=blueprint.heads.get(name))
+    for name in replacements.regions if replacements.ranks.size > 1 else ():
+        tokens, flat = replacements.shared_out(name), replacements.kinds[name] == "mlp"
+        hook = Enter(replacements.ranks, tokens, flat=flat, heads=replacements.heads.get(name))
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-    for name, tokens in blueprint.blocks.items():
+    for name, tokens in replacements.blocks.items():
         blocks = list(model.get_submodule(name).children())
         blocks[0].register_forward_pre_hook(SplitTokens(tokens), with_kwargs=True)
         blocks[-1].register_forward_hook(JoinTokens(tokens))
@@ -110,22 +110,22 @@ def perform(model: nn.Module, blueprint: Blueprint) -> Report:
     return report
 
 
-def _swap(model: nn.Module, blueprint: Blueprint) -> None:
+def _swap(model: nn.Module, replacements: ReplacementPlan) -> None:
     """Each module that is cut, under all names that it has."""
     done: dict[int, nn.Module] = {}
     kept = []  # so that no new module gets the id of an old one
-    for name in [*blueprint.cuts, *blueprint.multihead]:
-        old = blueprint.modules[name]
+    for name in [*replacements.cuts, *replacements.multihead]:
+        old = replacements.modules[name]
         if id(old) not in done:
-            if name in blueprint.cuts:
-                done[id(old)] = swapped(old, blueprint.cuts[name], blueprint.tied)
+            if name in replacements.cuts:
+                done[id(old)] = swapped(old, replacements.cuts[name], replacements.tied)
             else:
                 assert isinstance(old, nn.MultiheadAttention)
                 done[id(old)] = MultiheadAttention(
                     old,
-                    blueprint.heads[name],
-                    ranks=blueprint.ranks,
-                    sequence_parallel=blueprint.shared_out(name) is not None,
+                    replacements.heads[name],
+                    ranks=replacements.ranks,
+                    sequence_parallel=replacements.shared_out(name) is not None,
                 )
         kept.append(old)
         parent, _, last = name.rpartition(".")
@@ -137,11 +137,13 @@ def _swap(model: nn.Module, blueprint: Blueprint) -> None:
             module.use_nested_tensor = False  # type: ignore[assignment]
 
 
-def _place_partial(blueprint: Blueprint, whole: Mapping[str, list[str]]) -> None:
+def _place_partial(replacements: ReplacementPlan, whole: Mapping[str, list[str]]) -> None:
     """Say of which whole parameters each rank has only a part of the gradient."""
-    rank, ranks = blueprint.ranks.rank, blueprint.ranks.size
-    for name, module in blueprint.modules.items():
-        parts = blueprint.kinds.get(name) == "partial" or blueprint.shared_out(name) is not None
+    rank, ranks = replacements.ranks.rank, replacements.ranks.size
+    for name, module in replacements.modules.items():
+        parts = (
+            replacements.kinds.get(name) == "partial" or replacements.shared_out(name) is not None
+        )
         if whole[name] and parts:
             module.placements = {
                 key: Placement.whole(

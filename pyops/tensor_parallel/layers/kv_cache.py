@@ -1,15 +1,15 @@
-"""Past: keys and values of the tokens that an attention has seen, so that the next one is computed
-alone."""
+"""KVCache: keys and values of the tokens that an attention has seen, so that the next one is
+computed alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["Past"]
+__all__ = ["KVCache"]
 
 
-class Past:
+class KVCache:
     """Of one attention, begun empty: the first forward that is given it may have any number of
     tokens, each later one has one.
 

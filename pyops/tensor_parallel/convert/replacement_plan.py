@@ -13,10 +13,10 @@ from pyops.tensor_parallel.convert.plans import ATTENTION, CUT, REGIONS, assign,
 from pyops.tensor_parallel.convert.region_hooks import Tokens
 from pyops.tensor_parallel.functional.ranks import Ranks
 
-__all__ = ["Blueprint", "above"]
+__all__ = ["ReplacementPlan", "above"]
 
 
-class Blueprint:
+class ReplacementPlan:
     """modules: all of the model's, by every name they have. kinds: {name: kind}, see plans.py.
 
     cuts: how linears and embeddings are cut; heads: of attention modules; multihead: those that are
