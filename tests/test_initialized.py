@@ -168,6 +168,7 @@ OTHERWISE = {
     "elastic.open_cache": "memory of this process alone",
     "config.ZeroConfig": "options of ZeroOptimizer",
     "zero.ZeroConfig": "options of ZeroOptimizer",
+    "mesh.axis_group": "hands on what a class was given, which asks",
     "onebit.OneBitConfig": "options of an optimizer that is tried",
     "onebit.OneBitLAMBConfig": "options of an optimizer that is tried",
     "onebit.ZeroOneConfig": "options of an optimizer that is tried",
