@@ -34,6 +34,7 @@ MODULES = {
 
 # Module -> {old name: new name}; the module's __getattr__ calls `missing_attribute`.
 ATTRIBUTES = {
+    "pyops.checkpoint": {"Stored": "LazyTensor"},
     "pyops.elastic": {
         "Active": "LayoutGroups",
         "Change": "LayoutChange",
@@ -45,12 +46,14 @@ ATTRIBUTES = {
         "giving_up": "abort_on_failure",
         "message_group": "make_control_group",
     },
+    "pyops.pipeline": {"Plan": "PipelinePlan", "Remedies": "PipeMareOptions"},
     "pyops.tensor_parallel": {
         "Past": "KVCache",
         "finish_gradients": "sync_partial_grads",
         "initialise_": "initialize_",
         "initialise_model_": "initialize_model_",
     },
+    "pyops.train": {"Run": "TextTraining, and TrainingLoop for its steps and checkpoints"},
 }
 
 

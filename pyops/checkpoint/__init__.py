@@ -13,8 +13,21 @@ own     the same kind of thing, of this rank alone: the state of its random numb
 
 from pyops.checkpoint.background import BackgroundSaver
 from pyops.checkpoint.folder import Checkpoints, save
+from pyops.checkpoint.format.lazy_tensor import LazyTensor
 from pyops.checkpoint.format.manifest import CheckpointError
-from pyops.checkpoint.format.stored import Stored
 from pyops.checkpoint.loading import Reader, load
+from pyops.renamed import missing_attribute
 
-__all__ = ["BackgroundSaver", "CheckpointError", "Checkpoints", "Reader", "Stored", "load", "save"]
+__all__ = [
+    "BackgroundSaver",
+    "CheckpointError",
+    "Checkpoints",
+    "LazyTensor",
+    "Reader",
+    "load",
+    "save",
+]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_attribute(__name__, name)

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pyops.checkpoint.folder import save
+from pyops.checkpoint.format.lazy_tensor import LazyTensor
 from pyops.checkpoint.format.manifest import MANIFEST, CheckpointError
 from pyops.checkpoint.format.repository import how_to_fetch
-from pyops.checkpoint.format.stored import Stored
 from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.loading import Reader
 
@@ -43,7 +43,7 @@ def is_checkpoint(path: Path | str) -> bool:
 class _Cast:
     """A stored tensor that is read as another floating dtype."""
 
-    stored: Stored
+    stored: LazyTensor
     dtype: torch.dtype
 
     @property
@@ -76,7 +76,7 @@ def export_weights(
     _must_be_new(file)
     reader = Reader(folder)
     reader.check_files()
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     _collect(_below(reader.state(), key, folder), found, "")
     if not found:
         raise CheckpointError(
@@ -146,8 +146,8 @@ def _below(state: Any, key: str, folder: Path | str) -> Any:
     return part
 
 
-def _collect(part: Any, found: dict[str, Stored], name: str) -> None:
-    if isinstance(part, Stored):
+def _collect(part: Any, found: dict[str, LazyTensor], name: str) -> None:
+    if isinstance(part, LazyTensor):
         found[name or "tensor"] = part
     elif isinstance(part, Mapping | list | tuple):
         items = part.items() if isinstance(part, Mapping) else enumerate(part)

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.futures import Future
 
-from pyops.checkpoint.format.stored import Stored
+from pyops.checkpoint.format.lazy_tensor import LazyTensor
 from pyops.checkpoint.loading import Reader
 from pyops.flat import Shard, Shards
 from pyops.torch_private import local_shape_and_offset
@@ -91,13 +91,13 @@ class StorageReader(TorchReader):
 
     def _start(self, folder: Path | str) -> None:
         self.folder = folder
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, LazyTensor] = {}
         reader = Reader(folder)
         reader.check_files()
         self._collect(reader.state())
 
     def _collect(self, part: Any) -> None:
-        if isinstance(part, Stored):
+        if isinstance(part, LazyTensor):
             self._stored[part.name] = part
         for value in (
             part.values()

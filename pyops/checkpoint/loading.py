@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.checkpoint.format.lazy_tensor import LazyTensor, Part
 from pyops.checkpoint.format.manifest import (
     MANIFEST,
     SHARDS,
@@ -24,7 +25,6 @@ from pyops.checkpoint.format.manifest import (
     restore,
 )
 from pyops.checkpoint.format.refusal import DTYPE_OF, SHARED, check_manifest, own_file
-from pyops.checkpoint.format.stored import Part, Stored
 from pyops.checkpoint.format.tensor_file import TensorFile
 from pyops.comm.agreement import agree
 from pyops.flat import Shard, Shards
@@ -35,7 +35,7 @@ __all__ = ["Reader", "load"]
 
 class Reader:
     """A checkpoint folder whose manifest is sound and whose files have their sizes; `state` and
-    `own` have `Stored` tensors.
+    `own` have `LazyTensor` tensors.
 
     Raises:
         CheckpointError: Naming the file. Of one process: ranks that read together agree by
@@ -96,7 +96,7 @@ class Reader:
             self._manifest["own"][str(rank)], lambda node, name: self._stored(node, name, file=file)
         )
 
-    def _stored(self, node: Mapping[str, Any], name: str, *, file: str) -> Stored:
+    def _stored(self, node: Mapping[str, Any], name: str, *, file: str) -> LazyTensor:
         if TENSOR in node:
             entry = self._manifest["tensors"][file][node[TENSOR]]
             shape, dtype = entry["shape"], entry["dtype"]
@@ -107,7 +107,7 @@ class Reader:
                 self._part(p["file"], p["name"], p["shape"], p["offset"])
                 for p in node[SHARDS]["parts"]
             ]
-        return Stored(
+        return LazyTensor(
             name,
             shape,
             DTYPE_OF[dtype],
@@ -176,7 +176,7 @@ def load(
             `Shards` are filled, on whatever device, from the bytes they need and no others;
             floating dtypes are converted. It may differ from rank to rank, and how the tensors were
             cut when they were saved does not matter. In the returned state they stand in their
-            places; every other tensor is a `Stored`.
+            places; every other tensor is a `LazyTensor`.
         lazy: Every tensor is one: `.shape`, `.dtype`, `.read()`, `.read_into(shard)`.
         compare: With either, compare all files with their checksums first, each rank a share of
             them, so that no damage is met later.
@@ -184,7 +184,7 @@ def load(
     Raises:
         CheckpointError: On all ranks alike, before anything is filled, naming the file that is
             missing or damaged, a manifest that can't be true, or the tensor of `into` that the
-            checkpoint has not, or in another shape. What a Stored reads is compared with its
+            checkpoint has not, or in another shape. What a LazyTensor reads is compared with its
             checksum when it is read. A collective.
     """
     check_initialized("checkpoint.load", group)
@@ -193,7 +193,7 @@ def load(
     )
     error: Exception | None = None
     state = own = None
-    wanted: list[tuple[Stored, Any]] = []
+    wanted: list[tuple[LazyTensor, Any]] = []
     try:
         reader = Reader(folder)
         reader.check_files(rank=rank, size=size)
@@ -220,7 +220,7 @@ def load(
 
 
 def _read_all(state: Any) -> Any:
-    if isinstance(state, Stored):
+    if isinstance(state, LazyTensor):
         return state.read()
     if isinstance(state, dict):
         return {key: _read_all(value) for key, value in state.items()}
@@ -229,10 +229,10 @@ def _read_all(state: Any) -> Any:
     return state
 
 
-def _place(state: Any, into: Any, wanted: list[tuple[Stored, Any]], *, path: str) -> Any:
+def _place(state: Any, into: Any, wanted: list[tuple[LazyTensor, Any]], *, path: str) -> Any:
     """`state` with the targets of `into` where they belong; each pair is noted in `wanted`."""
     if isinstance(into, Tensor | Shard | Shards):
-        if not isinstance(state, Stored):
+        if not isinstance(state, LazyTensor):
             what = "no such entry" if state is None else f"a {type(state).__name__} there"
             raise CheckpointError(
                 f"into[{path!r}] is a tensor, and the checkpoint has {what}; it is of "

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pyops.checkpoint import CheckpointError, Reader, Stored, save
+from pyops.checkpoint import CheckpointError, LazyTensor, Reader, save
 from pyops.hub.architectures.registry import ARCHITECTURES
 from pyops.hub.folder_files import HubError
 from pyops.hub.folder_loading import load
@@ -81,7 +81,7 @@ def from_checkpoint(
             f"{checkpoint} holds a {kind!r}, which is no model that can be written; "
             f"these are {', '.join(kinds)}"
         )
-    stored: dict[str, Stored] = dict(state["model"])
+    stored: dict[str, LazyTensor] = dict(state["model"])
     try:
         config = kinds[kind].config(**state["model_config"])
     except (TypeError, ValueError) as error:

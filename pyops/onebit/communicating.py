@@ -169,7 +169,7 @@ class Communicating(FusedOptimizer):
         """Compare with every rank what is about to happen; raises on all when a rank has an error
         or does something else."""
         doing = (float(self._phases().index(self.phase)), float(self.steps))
-        card = [
+        fingerprint = [
             float(error is not None),
             *doing,
             *squares,
@@ -178,9 +178,9 @@ class Communicating(FusedOptimizer):
         ]
         comm = self.communicator
         if comm is None or comm.size == 1:
-            rows = [card]
+            rows = [fingerprint]
         else:
-            mine = torch.tensor([card], dtype=torch.float64, device=self.device)
+            mine = torch.tensor([fingerprint], dtype=torch.float64, device=self.device)
             rows = all_gather(
                 mine, algorithm="two_shot", communicator=comm, label="what to do"
             ).tolist()
@@ -202,13 +202,13 @@ class Communicating(FusedOptimizer):
                 "same checkpoint on every rank",
                 ranks=[r for r, row in enumerate(rows) if tuple(row[1:3]) != doing],
             )
-        if strangers := [rank for rank, row in enumerate(rows) if row[6] != rows[0][6]]:
+        if disagreeing := [rank for rank, row in enumerate(rows) if row[6] != rows[0][6]]:
             raise DisagreementError(
                 f"{who}: rank {self.rank} would step with {self._options()}, but the "
-                f"options of ranks {strangers} are not "
+                f"options of ranks {disagreeing} are not "
                 "those of rank 0; set the same lr and other options, and add the same "
                 "groups, on every rank",
-                ranks=strangers,
+                ranks=disagreeing,
             )
         total, count = sum(row[3] for row in rows), sum(row[4] for row in rows)
         scale = 1 / len(rows) if self.reduction == "mean" else len(rows)
@@ -236,10 +236,10 @@ class Communicating(FusedOptimizer):
             )
         super().add_param_group(param_group)
         added = [*self.param_groups[-1]["params"]]
-        if strangers := [p for p in added if p.device != self.device]:
+        if elsewhere := [p for p in added if p.device != self.device]:
             self.param_groups.pop()
             raise ValueError(
-                f"{who}: parameters on {self.device} and {strangers[0].device}: one "
+                f"{who}: parameters on {self.device} and {elsewhere[0].device}: one "
                 "message carries them all; build an "
                 "optimizer for each device"
             )

@@ -64,11 +64,11 @@ def fuse_into_backward(model: nn.Module, optimizer: FusedOptimizer) -> FusedBack
         )
     of_model = set(model.parameters())
     owned = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := [p for p in owned if p not in of_model]:
+    if unknown := [p for p in owned if p not in of_model]:
         raise ValueError(
-            f"{len(strangers)} of the optimizer's {len(owned)} parameters are not the "
+            f"{len(unknown)} of the optimizer's {len(owned)} parameters are not the "
             "model's (the first has shape "
-            f"{tuple(strangers[0].shape)}) and would never be stepped; pass the model "
+            f"{tuple(unknown[0].shape)}) and would never be stepped; pass the model "
             "that holds them all"
         )
 

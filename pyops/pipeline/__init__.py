@@ -22,8 +22,6 @@ executed.
 | post_validation.py | steps that are taken before the norm of the gradients is known |
 """
 
-from typing import Any
-
 from pyops.pipeline.partition.balance import balance
 from pyops.pipeline.partition.dapple_planner import plan_dapple
 from pyops.pipeline.partition.layer_costs import LayerCosts, Profile
@@ -40,6 +38,7 @@ from pyops.pipeline.schedules.names import NAMES, custom, schedule
 from pyops.pipeline.schedules.orders import Transfer
 from pyops.pipeline.schedules.schedule import Schedule
 from pyops.pipeline.schedules.simulate import Costs, Timeline, simulate
+from pyops.renamed import missing_attribute
 
 __all__ = [
     "NAMES",
@@ -70,12 +69,6 @@ __all__ = [
     "trace",
 ]
 
-_RENAMED = {"Plan": "PipelinePlan", "Remedies": "PipeMareOptions"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise AttributeError(
-            f"pyops.pipeline.{name} has a new name: pyops.pipeline.{_RENAMED[name]}", name=name
-        )
-    raise AttributeError(f"module 'pyops.pipeline' has no attribute {name!r}", name=name)
+def __getattr__(name: str) -> object:
+    raise missing_attribute(__name__, name)

@@ -17,6 +17,7 @@ follows what is frozen |
 | report | progress, metrics, log lines, bytes sent |
 """
 
+from pyops.renamed import missing_attribute
 from pyops.train.host.ranks import StopRequest
 from pyops.train.loop import TrainingLoop
 from pyops.train.lr_range import lr_range_test
@@ -25,3 +26,7 @@ from pyops.train.run import train
 from pyops.train.text_training import TextTraining
 
 __all__ = ["Outcome", "StopRequest", "TextTraining", "TrainingLoop", "lr_range_test", "train"]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_attribute(__name__, name)

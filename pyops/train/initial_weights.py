@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pyops.checkpoint import CheckpointError, Checkpoints, Stored, load
+from pyops.checkpoint import CheckpointError, Checkpoints, LazyTensor, load
 from pyops.comm.agreement import on_first_rank
 from pyops.config import ConfigError
 from pyops.train.tasks import Task
@@ -25,7 +25,7 @@ HEADS = ("head.", "pooler.", "next_sentence.")  # what a model may have had abov
 SAME_DATA = {"masked_text", "passages"}  # tasks over one text, of which the same part is held out
 
 
-def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
+def weights_of(folder: Path, *, task: Task) -> dict[str, LazyTensor]:
     """The model of a run's newest checkpoint, which stays on the disk.
 
     Raises:
@@ -50,7 +50,7 @@ def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
             "split of it, which may have learnt what is "
             "held out here; train it anew, with the same [data]"
         )
-    weights: dict[str, Stored] = state["model"]
+    weights: dict[str, LazyTensor] = state["model"]
     return weights
 
 
@@ -73,7 +73,7 @@ class FirstValues:
         model: nn.Module,
         *,
         draw: Callable[[nn.Module], None],
-        weights: Mapping[str, Tensor | Stored] | None = None,
+        weights: Mapping[str, Tensor | LazyTensor] | None = None,
     ) -> None:
         self._draw, self._weights = draw, weights or {}
         own = dict(model.named_parameters())
@@ -110,7 +110,7 @@ class FirstValues:
             self._draw(module)
         for own, parameter in layer.named_parameters() if name != "head" and self._weights else ():
             value = self._weights[f"{name}.{own}"]
-            if isinstance(value, Stored):
+            if isinstance(value, LazyTensor):
                 value.read_into(parameter)
             else:
                 parameter.copy_(value)

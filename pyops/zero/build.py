@@ -27,10 +27,10 @@ from pyops.zero.layout.materialize import (
     materialize_buffers,
     on_meta,
 )
+from pyops.zero.layout.parameter_file import ParameterFile, open_file, region_bytes
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Partition
 from pyops.zero.layout.sharded import ShardedParameters
-from pyops.zero.layout.stored import ParameterFile, open_file, region_bytes
 from pyops.zero.layout.units import IsUnit, UnitPlan, find_units
 
 __all__ = ["Layout", "lay_out_units", "lay_out_whole"]

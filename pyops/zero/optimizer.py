@@ -40,7 +40,7 @@ from pyops.zero.layout.materialize import device_for
 from pyops.zero.layout.quantized_comm import QuantizedComm
 from pyops.zero.optimizer_factory import MakesOptimizer
 from pyops.zero.setup import ZeroSetup, agree_on_setup, validate_on_all_ranks
-from pyops.zero.state.savable import Savable
+from pyops.zero.state.checkpointed_optimizer import CheckpointedOptimizer
 from pyops.zero.update.delayed_update import DelayedUpdate
 from pyops.zero.update.gradient_squares import squares_by_name
 from pyops.zero.update.one_bit import OneBit
@@ -61,7 +61,7 @@ class LifeCycle(Enum):
     CLOSED = "closed"
 
 
-class ZeroOptimizer(Savable):
+class ZeroOptimizer(CheckpointedOptimizer):
     """Trains a model on all ranks of data-parallel training, each with its own part of the batch
     and 1 / N of the states.
 

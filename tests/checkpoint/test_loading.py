@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyops.checkpoint import CheckpointError, Stored, load, save
+from pyops.checkpoint import CheckpointError, LazyTensor, load, save
 from pyops.checkpoint.format import tensor_file
 from pyops.checkpoint.format.manifest import seal
 from pyops.flat import FlatLayout, Shard, Shards, boxes_of_range
@@ -117,7 +117,7 @@ TARGETS = {
 @pytest.mark.parametrize("piece", [1 << 22, 16, 64])
 @pytest.mark.parametrize("name", STORED)
 def test_any_layout_into_any_layout(stored, monkeypatch, name, piece):
-    monkeypatch.setattr("pyops.checkpoint.format.stored.PIECE", piece)
+    monkeypatch.setattr("pyops.checkpoint.format.lazy_tensor.PIECE", piece)
     for wanted, target in TARGETS.items():
         for dtype in torch.float32, torch.float64:
             into = empty_like(target, dtype=dtype)
@@ -126,7 +126,7 @@ def test_any_layout_into_any_layout(stored, monkeypatch, name, piece):
             for ours, theirs in zip(tensors_of(into), tensors_of(target), strict=True):
                 assert torch.equal(ours, theirs.to(dtype)), (wanted, dtype)
     state, _ = load(stored / name, lazy=True)
-    assert isinstance(state["w"], Stored)
+    assert isinstance(state["w"], LazyTensor)
     assert (state["w"].shape, state["w"].dtype, state["w"].numel) == ((4, 6, 5), torch.float32, 120)
     assert torch.equal(state["w"].read(), WHOLE)
 
@@ -148,7 +148,7 @@ def test_what_is_not_asked_for_is_stored(tmp_path):
     assert set(state) == {"model", "step", "list"}
     assert state["step"] == 7
     assert state["list"][1] == (2, deep)
-    assert isinstance(state["list"][0], Stored)
+    assert isinstance(state["list"][0], LazyTensor)
     assert equal(own, {"rng": torch.arange(5)})
 
 

@@ -64,12 +64,12 @@ def find_shards(state: Any, path: StatePath = ()) -> dict[StatePath, tuple[Shard
 def describe(
     shards: Mapping[StatePath, Sequence[Shard]], *, file: str
 ) -> tuple[dict[StatePath, list[Card]], dict[str, Content]]:
-    """({path: cards}, {name in the file: tensor}) of one rank's shards, which it will write to
-    `file`.
+    """({path: descriptions}, {name in the file: tensor}) of one rank's shards, which it will write
+    to `file`.
 
     Of several at one path the name says the offset: model.w@128.
     """
-    cards: dict[StatePath, list[Card]] = {}
+    descriptions: dict[StatePath, list[Card]] = {}
     tensors: dict[str, Content] = {}
     for path, parts in shards.items():
         for shard in parts:
@@ -81,7 +81,7 @@ def describe(
             tensors[name] = content = (
                 shard.there if isinstance(shard, ShardElsewhere) else shard.tensor
             )
-            card = {
+            description = {
                 "global_shape": list(shard.global_shape),
                 "dtype": str(content.dtype).removeprefix("torch."),
                 "file": file,
@@ -89,11 +89,11 @@ def describe(
                 "offset": list(shard.offset),
                 "shape": list(content.shape),
             }
-            cards.setdefault(path, []).append(card)
-    return cards, tensors
+            descriptions.setdefault(path, []).append(description)
+    return descriptions, tensors
 
 
-def merge(cards: Sequence[Mapping[StatePath, Sequence[Card]]]) -> dict[StatePath, Sharded]:
+def merge(descriptions: Sequence[Mapping[StatePath, Sequence[Card]]]) -> dict[StatePath, Sharded]:
     """Every path's tensor, made of the shards of all ranks (in rank order).
 
     Raises:
@@ -101,31 +101,34 @@ def merge(cards: Sequence[Mapping[StatePath, Sequence[Card]]]) -> dict[StatePath
             leave a gap.
     """
     together: dict[StatePath, list[tuple[int, Card]]] = {}
-    for rank, of_rank in enumerate(cards):
+    for rank, of_rank in enumerate(descriptions):
         for path, several in of_rank.items():
-            together.setdefault(path, []).extend((rank, card) for card in several)
+            together.setdefault(path, []).extend((rank, description) for description in several)
     return {path: _whole(path_text(path), members) for path, members in together.items()}
 
 
 def _whole(name: str, members: list[tuple[int, Card]]) -> Sharded:
     first_rank, first = members[0]
-    for rank, card in members[1:]:
+    for rank, description in members[1:]:
         for key in ("global_shape", "dtype"):
-            if card[key] != first[key]:
+            if description[key] != first[key]:
                 raise CheckpointError(
                     f"state[{name!r}] is a shard of {key} {first[key]} on rank "
-                    f"{first_rank}, of {key} {card[key]} on rank "
+                    f"{first_rank}, of {key} {description[key]} on rank "
                     f"{rank}; the shards of one path must be parts of one tensor"
                 )
     shape = first["global_shape"]
-    if len({len(card["offset"]) for _, card in members}) > 1:
+    if len({len(description["offset"]) for _, description in members}) > 1:
         raise CheckpointError(
             f"state[{name!r}] is in ranges of the flattened tensor on some ranks, in "
             f"boxes of {len(shape)} dims on others; "
             "use one form for all its shards"
         )
-    check_cover(name, shape, [(f"rank {rank}", card) for rank, card in members])
-    parts = [{key: card[key] for key in ("file", "name", "offset", "shape")} for _, card in members]
+    check_cover(name, shape, [(f"rank {rank}", description) for rank, description in members])
+    parts = [
+        {key: description[key] for key in ("file", "name", "offset", "shape")}
+        for _, description in members
+    ]
     return Sharded({"shape": shape, "dtype": first["dtype"], "parts": parts})
 
 
@@ -137,12 +140,12 @@ def check_cover(name: str, shape: list[int], members: Sequence[tuple[str, Card]]
     """
     boxes = sorted(
         (
-            tuple(card["offset"]),
-            tuple(o + n for o, n in zip(card["offset"], card["shape"], strict=True)),
+            tuple(description["offset"]),
+            tuple(o + n for o, n in zip(description["offset"], description["shape"], strict=True)),
             holder,
         )
-        for holder, card in members
-        if prod(card["shape"])
+        for holder, description in members
+        if prod(description["shape"])
     )
     open_boxes: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
     for low, high, holder in boxes:
@@ -159,7 +162,7 @@ def check_cover(name: str, shape: list[int], members: Sequence[tuple[str, Card]]
                     f"{list(other_low)}; every element must be written by one rank"
                 )
         open_boxes.append((low, high, holder))
-    covered, whole = sum(prod(card["shape"]) for _, card in members), prod(shape)
+    covered, whole = sum(prod(description["shape"]) for _, description in members), prod(shape)
     if covered != whole:
         held = ", ".join(
             f"{list(low)} to {list(high)} ({holder})" for low, high, holder in boxes[:4]

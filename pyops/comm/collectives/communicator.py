@@ -42,7 +42,7 @@ __all__ = ["ALGORITHMS", "Communicator", "release"]
 
 ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory")
 _ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
-_CARD = struct.Struct("<16s3q")
+_FINGERPRINT = struct.Struct("<16s3q")
 _REFUSED = b"refused"  # in the place of a dtype's name
 _REFUSAL_WIDTH = 1024
 _TABLE_WIDTH = 512
@@ -401,13 +401,13 @@ class Communicator:
         """
         name = str(dtype).removeprefix("torch.").encode()[:16] if refusal is None else _REFUSED
         check = zlib.crc32(repr((kind, details)).encode())
-        card = _CARD.pack(name, numel, self._current, check)
+        fingerprint = _FINGERPRINT.pack(name, numel, self._current, check)
         try:
-            cards = self._exchange(card, width=_CARD.size)
+            fingerprints = self._exchange(fingerprint, width=_FINGERPRINT.size)
             refused = [
                 rank
-                for rank, theirs in enumerate(cards)
-                if _CARD.unpack(theirs)[0].rstrip(b"\0") == _REFUSED
+                for rank, theirs in enumerate(fingerprints)
+                if _FINGERPRINT.unpack(theirs)[0].rstrip(b"\0") == _REFUSED
             ]
             if refused:
                 text = (
@@ -427,9 +427,9 @@ class Communicator:
                 for r in refused
             )
             raise DisagreementError(f"{why}; no rank has changed anything", ranks=refused)
-        for peer, theirs in enumerate(cards):
-            if theirs != card:
-                their_dtype, their_numel, their_number, _ = _CARD.unpack(theirs)
+        for peer, theirs in enumerate(fingerprints):
+            if theirs != fingerprint:
+                their_dtype, their_numel, their_number, _ = _FINGERPRINT.unpack(theirs)
                 raise DisagreementError(
                     f"rank {self.rank} called its collective {self._current}, {kind} of "
                     f"{numel} elements of "

@@ -71,13 +71,17 @@ class SharedMemory:
         if not problem and self.rank == 0:
             problem = self._open(module, name, create=True)
         try:
-            cards = self._tell(transport, {"host": host(), "name": name, "problem": problem})
-            if any(card["host"] != cards[0]["host"] for card in cards):
+            messages = self._tell(transport, {"host": host(), "name": name, "problem": problem})
+            if any(message["host"] != messages[0]["host"] for message in messages):
                 problem = "the ranks are on several hosts"
-            problem = problem or next((card["problem"] for card in cards if card["problem"]), "")
+            problem = problem or next(
+                (message["problem"] for message in messages if message["problem"]), ""
+            )
             if not problem and self.rank > 0:
-                problem = self._open(module, cards[0]["name"], create=False)
-            problems = [card["problem"] for card in self._tell(transport, {"problem": problem})]
+                problem = self._open(module, messages[0]["name"], create=False)
+            problems = [
+                message["problem"] for message in self._tell(transport, {"problem": problem})
+            ]
         finally:  # all have mapped it, or one never will
             if hasattr(self, "_ring") and self.rank == 0:
                 self._ring.unlink()
@@ -95,8 +99,8 @@ class SharedMemory:
         return ""
 
     @staticmethod
-    def _tell(transport: Transport, card: dict[str, str]) -> list[dict[str, str]]:
-        payload = json.dumps({key: value[:200] for key, value in card.items()}).encode()
+    def _tell(transport: Transport, message: dict[str, str]) -> list[dict[str, str]]:
+        payload = json.dumps({key: value[:200] for key, value in message.items()}).encode()
         return [
             json.loads(text.rstrip(b"\0"))
             for text in exchange_bytes(transport, payload, width=_WIDTH)

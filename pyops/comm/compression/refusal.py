@@ -1,10 +1,8 @@
 """What a compressed collective refuses, and how one rank's mistake is raised on all of them.
 
-rank 0   arguments fine   -- card: what I call ---.            DisagreementError("rank 1 refused:
-                                                               TypeError: ...")
-rank 1   a wrong dtype    -- card: refused -------+-- texts --  TypeError
-rank 2   arguments fine   -- card: what I call ---'            DisagreementError("rank 1 refused:
-                                                               TypeError: ...")
+rank 0   arguments fine   -- fingerprint of the call --.             raises DisagreementError
+rank 1   a wrong dtype    -- fingerprint: refused -----+-- texts --  raises its TypeError
+rank 2   arguments fine   -- fingerprint of the call --'             raises DisagreementError
 
 Each rank waits for the others anyway, to compare what they call; so this costs nothing as long as
 nobody is wrong.

@@ -165,18 +165,27 @@ def carry(
     except (ValueError, TypeError) as caught:
         error = caught
     agree(error, group=group)
-    cards = gather((old, new, {layer: each.end for layer, each in described.items()}), group=group)
+    fingerprints = gather(
+        (old, new, {layer: each.end for layer, each in described.items()}), group=group
+    )
     if (
-        other := next((r for r, card in enumerate(cards) if card[:2] != cards[0][:2]), None)
+        other := next(
+            (
+                r
+                for r, fingerprint in enumerate(fingerprints)
+                if fingerprint[:2] != fingerprints[0][:2]
+            ),
+            None,
+        )
     ) is not None:
         raise ValueError(
-            f"rank 0 goes from {cards[0][0]} to {cards[0][1]}, but rank {other} from "
-            f"{cards[other][0]} to {cards[other][1]}; "
+            f"rank 0 goes from {fingerprints[0][0]} to {fingerprints[0][1]}, but rank {other} from "
+            f"{fingerprints[other][0]} to {fingerprints[other][1]}; "
             "give all ranks the same"
         )
     after = _kept(state, rank, new)
     if size > 1:
-        parcels = [(move, cards[move.source][2][move.layer]) for move in plan]
+        parcels = [(move, fingerprints[move.source][2][move.layer]) for move in plan]
         for layer, message in _passed_on(parcels, described, rank, group).items():
             view = message.numpy().data
             after[layer] = to_device(

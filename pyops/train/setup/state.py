@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pyops.checkpoint import Stored
+from pyops.checkpoint import LazyTensor
 from pyops.checkpoint.flat_state import flat_state, named_state
 from pyops.config import ConfigError
 from pyops.data_parallel import DataParallel
@@ -61,7 +61,7 @@ def load_optimizer_state(
 
 def read(state: Any) -> Any:
     """A state of a checkpoint that was loaded lazily, with every tensor read."""
-    if isinstance(state, Stored):
+    if isinstance(state, LazyTensor):
         return state.read()
     if isinstance(state, Mapping):
         return {key: read(value) for key, value in state.items()}

@@ -2,7 +2,7 @@
 the unit computes.
 
     shard   | this rank's chunk |                               what the optimizer steps: always
-                                                                there, or in a file (stored.py)
+                                                                there, or in a ParameterFile
     data    | chunk 0 | chunk 1 | chunk 2 |                     gathered before use, its memory
                                                                 given back after it
     kept    | its part in a small group |                       with secondary_group=, from the
@@ -24,10 +24,10 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather
 from pyops.comm.collectives.work import Work
 from pyops.torch_private import storage_use_count
+from pyops.zero.layout.parameter_file import FileSlice, ParameterFile, PendingRead
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.quantized_comm import QuantizedComm, coded_all_gather, takes_dtype
-from pyops.zero.layout.stored import Arrival, ParameterFile, Region
 
 __all__ = ["ShardedParameters"]
 
@@ -38,7 +38,7 @@ class ShardedParameters(FlatParameters):
     there: it is all of `data`."""
 
     kept: Tensor | None = None
-    region: Region | None = None
+    region: FileSlice | None = None
 
     def scatter(self, file: ParameterFile | None = None) -> None:
         """Keep this rank's chunk of what `data` holds now."""
@@ -92,7 +92,7 @@ class ShardedParameters(FlatParameters):
         if communicator is None:
             assert self.region is not None
             self.region.fetch()
-            return Arrival(None, self.region)
+            return PendingRead(None, self.region)
         self.data.untyped_storage().resize_(self.nbytes)
         common: dict[str, Any] = {"async_op": async_op, "label": f"parameters of {self.label}"}
         if wire is not None and wire.secondary is not None and self.kept is not None:
@@ -107,7 +107,7 @@ class ShardedParameters(FlatParameters):
         else:
             found = all_gather(self.shard, out=self.data, communicator=communicator, **common)
             work = found if async_op else Work(found)
-        return work if self.region is None else Arrival(work, self.region)
+        return work if self.region is None else PendingRead(work, self.region)
 
     def keep(self, secondary: Communicator) -> None:
         """Keep this rank's part in the small group of what has been gathered, for the next gathers;

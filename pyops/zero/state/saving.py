@@ -23,8 +23,8 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
 from pyops.protocols import ParamGroup
 from pyops.zero.hooks.unshard_hooks import ShardedUnit
-from pyops.zero.layout.stored import Region, in_turn
-from pyops.zero.layout.stretch import Stretch
+from pyops.zero.layout.parameter_file import FileSlice, in_turn
+from pyops.zero.layout.shard_range import ShardRange
 from pyops.zero.update.sharded_optimizer_state import (
     ParamShard,
     ShardedOptimizerState,
@@ -43,15 +43,17 @@ __all__ = [
 
 def _entries(each: ParamShard, state: Mapping[str, Any], *, replica: bool) -> dict[str, Any]:
     """One piece's states as shards."""
-    stretch = each.stretch
-    once = stretch.start == 0 and (stretch.placement is None or not any(stretch.placement.offset))
-    copy = replica or (stretch.placement is not None and not stretch.placement.first)
+    shard_range = each.shard_range
+    once = shard_range.start == 0 and (
+        shard_range.placement is None or not any(shard_range.placement.offset)
+    )
+    copy = replica or (shard_range.placement is not None and not shard_range.placement.first)
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == each.parameter.shape:
-            found[key] = stretch.shards(value, copy=replica)
+            found[key] = shard_range.shards(value, copy=replica)
         elif hasattr(value, "read"):
-            found[key] = stretch.shards_elsewhere(value, copy=replica)
+            found[key] = shard_range.shards_elsewhere(value, copy=replica)
         elif value is not None:
             single = torch.as_tensor(value).detach()
             found[key] = Shard(
@@ -167,7 +169,7 @@ def _taken(value: Any, each: ParamShard, *, key: str, whole: bool) -> Callable[[
         one = value.read() if stored else value.tensor if isinstance(value, Shard) else value
         return partial(torch.clone, one.detach().reshape(()))
     if stored or isinstance(value, Tensor | Shard | Shards):
-        take = each.stretch.find(value, name)
+        take = each.shard_range.find(value, name)
         return take if stored else lambda: take().clone()
     return lambda: value
 
@@ -184,7 +186,7 @@ def _spread(units: Sequence[ShardedUnit]) -> dict[int, tuple[Tensor, slice]]:
     }
 
 
-def regions_of(units: Sequence[ShardedUnit]) -> list[Region]:
+def regions_of(units: Sequence[ShardedUnit]) -> list[FileSlice]:
     """Of the parameters that are in a file."""
     return [flat.region for unit in units for flat in unit.flats if flat.region is not None]
 
@@ -226,7 +228,7 @@ def collect_model(
         if id(tensor) in spread:
             piece, where = spread[id(tensor)]
             if piece.numel():
-                found[name] = Stretch(
+                found[name] = ShardRange(
                     tuple(tensor.shape), where.start, where.stop, placement
                 ).shards(copies.get(id(tensor), piece.detach()))
         elif placement is not None and placement.dim is not None:
@@ -273,8 +275,10 @@ def distribute_model(
         target, where = (
             spread[id(tensor)] if here else (tensor.detach().view(-1), slice(0, tensor.numel()))
         )
-        stretch = Stretch(tuple(tensor.shape), where.start, where.stop, owners.get(id(tensor)))
-        fill.append(partial(_fill, target, stretch.find(state[name], name)))
+        shard_range = ShardRange(
+            tuple(tensor.shape), where.start, where.stop, owners.get(id(tensor))
+        )
+        fill.append(partial(_fill, target, shard_range.find(state[name], name)))
     return fill
 
 

@@ -32,10 +32,10 @@ from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.protocols import ParamGroup
 from pyops.zero.config import ZeroConfig
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
+from pyops.zero.layout.parameter_file import in_memory, in_turn
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
-from pyops.zero.layout.stored import in_memory, in_turn
-from pyops.zero.layout.stretch import Stretch
+from pyops.zero.layout.shard_range import ShardRange
 from pyops.zero.optimizer_factory import OptimizerFactory
 
 __all__ = ["ParamShard", "ShardedOptimizerState", "StateLoaders"]
@@ -71,8 +71,8 @@ class ParamShard:
     gradient: Tensor | None = None
 
     @property
-    def stretch(self) -> Stretch:
-        return Stretch(
+    def shard_range(self) -> ShardRange:
+        return ShardRange(
             self.shape, self.piece.of_tensor.start, self.piece.of_tensor.stop, self.placement
         )
 

@@ -24,7 +24,7 @@ from pyops.checkpoint.format.tensor_file import TensorFile, bytes_of
 from pyops.flat import Box, Shard, ShardElsewhere, Shards, boxes_of_range, meeting
 from pyops.ops.memory import memory_problem
 
-__all__ = ["Part", "Stored"]
+__all__ = ["LazyTensor", "Part"]
 
 PIECE = 4 << 20  # bytes that are read at a time where they can't be read to where they belong
 Target = Tensor | Shard | Shards
@@ -54,7 +54,7 @@ class Part:
     offset: tuple[int, ...]
 
 
-class Stored:
+class LazyTensor:
     """A tensor of a checkpoint. shape, dtype: the whole tensor's.
 
     Args:
@@ -75,7 +75,7 @@ class Stored:
 
     def __repr__(self) -> str:
         return (
-            f"Stored({self.name!r}, shape={list(self.shape)}, dtype={self.dtype}, "
+            f"LazyTensor({self.name!r}, shape={list(self.shape)}, dtype={self.dtype}, "
             f"parts={len(self.parts)})"
         )
 

@@ -23,9 +23,9 @@ from pyops.offload import AsyncFile
 from pyops.offload.async_file import Transfer
 
 __all__ = [
-    "Arrival",
+    "FileSlice",
     "ParameterFile",
-    "Region",
+    "PendingRead",
     "in_memory",
     "in_turn",
     "open_file",
@@ -40,7 +40,7 @@ def region_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class Region:
+class FileSlice:
     """A tensor, 1-D and all of its storage, and where in the file it is. It has memory from `load`
     to `drop`."""
 
@@ -119,10 +119,10 @@ class ParameterFile:
         self.file, self.nbytes = AsyncFile(folder, nbytes=nbytes), nbytes
         self._end = 0
 
-    def place(self, tensor: Tensor) -> Region:
+    def place(self, tensor: Tensor) -> FileSlice:
         """A region that holds what the tensor, which is all of its storage, holds now; its memory
         is given back."""
-        region = Region(self.file, self._end, tensor)
+        region = FileSlice(self.file, self._end, tensor)
         self._end += region_bytes(tensor.nbytes)
         assert self._end <= self.nbytes
         region.save()
@@ -136,7 +136,7 @@ def open_file(folder: str, *, nbytes: int, group: ProcessGroupLike) -> Parameter
         return ParameterFile(folder, nbytes=nbytes)
 
 
-def in_turn(regions: Sequence[Region], *, changed: bool) -> Iterator[int]:
+def in_turn(regions: Sequence[FileSlice], *, changed: bool) -> Iterator[int]:
     """Each region's number while it is in memory: the next one is read meanwhile, and the one
     before written if `changed`."""
     try:
@@ -156,7 +156,7 @@ def in_turn(regions: Sequence[Region], *, changed: bool) -> Iterator[int]:
 
 
 @contextmanager
-def in_memory(regions: Sequence[Region]) -> Iterator[None]:
+def in_memory(regions: Sequence[FileSlice]) -> Iterator[None]:
     """Within the block all are in memory; what it changes is kept."""
     for region in regions:
         region.fetch()
@@ -171,11 +171,11 @@ def in_memory(regions: Sequence[Region]) -> Iterator[None]:
             region.drop()
 
 
-class Arrival(Work):
+class PendingRead(Work):
     """A gather after which the region's memory is given back; without one, the read of the region
     itself."""
 
-    def __init__(self, work: Work | None, region: Region) -> None:
+    def __init__(self, work: Work | None, region: FileSlice) -> None:
         self._work, self._region = work, region
 
     def wait(self) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pyops.comm.compression.eight_bit import Int8
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
-from pyops.zero.layout import stored
-from pyops.zero.layout.stored import Region
+from pyops.zero.layout import parameter_file
+from pyops.zero.layout.parameter_file import FileSlice
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
@@ -116,21 +116,21 @@ def _memory(rank: int, group: Any, folder: str) -> tuple[dict[str, int], list[bo
         look()
 
     with pytest.MonkeyPatch.context() as patch:
-        load, place = Region.load, stored.ParameterFile.place
+        load, place = FileSlice.load, parameter_file.ParameterFile.place
 
-        def noted(self: Region) -> Tensor:
+        def noted(self: FileSlice) -> Tensor:
             early.append(self.is_there)
             found = load(self)
             look()
             return found
 
-        def placed(self: Any, tensor: Tensor) -> Region:
+        def placed(self: Any, tensor: Tensor) -> FileSlice:
             units.append(tensor)
             look()
             return place(self, tensor)
 
-        patch.setattr(Region, "load", noted)
-        patch.setattr(stored.ParameterFile, "place", placed)
+        patch.setattr(FileSlice, "load", noted)
+        patch.setattr(parameter_file.ParameterFile, "place", placed)
         optimizer = ZeroOptimizer(
             net,
             AdamW,
@@ -177,7 +177,7 @@ def _no_room(rank: int, group: Any, folder: str) -> tuple[str, bool]:
             raise OSError(28, "No space left on device", folder)
 
         if rank == 1:
-            patch.setattr(stored, "AsyncFile", full)
+            patch.setattr(parameter_file, "AsyncFile", full)
         try:
             ZeroOptimizer(model, AdamW, ZeroConfig(stage=3, offload=folder), group=group, lr=1e-3)
         except OSError as error:

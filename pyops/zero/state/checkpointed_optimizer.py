@@ -1,4 +1,4 @@
-"""Savable: what a ZeroOptimizer gives to a checkpoint, and takes from one."""
+"""CheckpointedOptimizer: what a ZeroOptimizer gives to a checkpoint, and takes from one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyops.zero.config import ZeroConfig
 from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.hooks.unshard_hooks import UnshardHooks
-from pyops.zero.layout.stored import in_memory
+from pyops.zero.layout.parameter_file import in_memory
 from pyops.zero.state.memory import kept_bytes
 from pyops.zero.state.saving import (
     check_names,
@@ -35,10 +35,10 @@ from pyops.zero.update.precision_plan import PrecisionPlan
 from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState, StateLoaders
 from pyops.zero.update.tensor_parallel_axis import TensorParallelAxis
 
-__all__ = ["Savable"]
+__all__ = ["CheckpointedOptimizer"]
 
 
-class Savable(torch.optim.Optimizer):
+class CheckpointedOptimizer(torch.optim.Optimizer):
     """The part of a ZeroOptimizer that states go through, by parameter name."""
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Stretch: which elements of a parameter a rank has, as checkpoints name them, and how they are
+"""ShardRange: which elements of a parameter a rank has, as checkpoints name them, and how they are
 found in a state.
 
 without tensor parallelism   elements [start, stop) of the flattened parameter: one range
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pyops.flat import Placement, Shard, ShardElsewhere, Shards, TensorElsewhere
 
-__all__ = ["Stretch"]
+__all__ = ["ShardRange"]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ShardRange:
     """Elements [start, stop) of this rank's flattened tensor of `shape`, put into the whole by
     `placement` (None: it is)."""
 
