@@ -1,8 +1,10 @@
-"""The CUDA kernels compiled for the host, once for the whole test run."""
+"""The CUDA kernels compiled for the host, once for the whole test run, whatever its processes."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,7 +18,9 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
     """emulated(stem): the library of emulation/<stem>.cpp, compiled when it is first asked for."""
-    folder, found = tmp_path_factory.mktemp("emulation"), dict[str, ctypes.CDLL]()
+    folder, found = tmp_path_factory.getbasetemp(), dict[str, ctypes.CDLL]()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder that all workers' folders are in
+        folder = folder.parent
 
     def get(stem: str) -> ctypes.CDLL:
         if stem not in found:
@@ -34,7 +38,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes
                 "-Wno-unknown-pragmas",
                 "-Werror",
             ]
-            subprocess.run([compiler, *flags, f"-I{EMULATION}", source, "-o", library], check=True)
+            with open(folder / f"{stem}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not library.exists():
+                    made = folder / f"{stem}.{os.getpid()}"
+                    command = [compiler, *flags, f"-I{EMULATION}", source, "-o", made]
+                    subprocess.run(command, check=True)
+                    made.rename(library)
             found[stem] = ctypes.CDLL(str(library))
         return found[stem]
 
