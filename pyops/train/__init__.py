@@ -1,15 +1,15 @@
 """The training run: the only room that knows every other.
 
-    config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints ->
-    loop
+    config -> ranks -> corpus -> batches -> model
+           -> data parallel -> optimizer -> checkpoints -> loop
 
 | folder or file | what it does |
 |---|---|
 | run.py | `train`: a run from its configuration to its outcome |
 | loop.py | the steps of a run, with its checkpoints, metrics and display |
 | text_training.py | a GPT on text; reads the way the data goes |
-| sample_training.py, tasks.py, initial_weights.py | a task over numbered samples, in a layout that
-follows what is frozen |
+| sample_training.py | a task over numbered samples, in a layout that follows what is frozen |
+| tasks.py, initial_weights.py | the tasks; the weights that one starts from |
 | lr_range.py | the first steps with a rising learning rate |
 | folder.py, outcome.py | the folder of a run, to which one run at a time writes; how a run ended |
 | setup | the configuration as objects: layout, model, data parallelism, optimizer, state |

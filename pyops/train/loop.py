@@ -1,10 +1,11 @@
 """TrainingLoop: the steps of a run, with its checkpoints, its metrics and its display, whatever is
 trained.
 
-    Training (a model, its data, its optimizer)          TrainingLoop
-    steps() --StepResult(row, save, stop)-------------> display, metrics.jsonl, checkpoint, next
-    step state(), load_state() <---------------------------> checkpoints/step-00000200 finish()
-    --Outcome, what a person is told---------> display
+    Training                                     TrainingLoop
+    (a model, its data, its optimizer)
+    steps() --StepResult(row, save, stop)------> display, metrics.jsonl, checkpoint, next step
+    state(), load_state() <--------------------> checkpoints/step-00000200
+    finish() --Outcome, what a person is told--> display
 
 `pyops.train.text_training` trains a GPT on text, `pyops.train.sample_training` a task over numbered
 samples, in a layout that follows what is frozen.
