@@ -26,11 +26,21 @@ __all__ = ["from_checkpoint", "to_checkpoint"]
 
 
 def to_checkpoint(folder: Path | str, checkpoint: Path | str) -> dict[str, tuple[int, ...]]:
-    """Make a checkpoint of a Hugging Face folder; {name: shape}. HubError, and CheckpointError for
-    one that is there already.
+    """Make a checkpoint of a Hugging Face folder.
 
     GPT(GPTConfig(**state["model_config"])).load_state_dict(state["model"]) is then the folder's
     model.
+
+    Args:
+        folder: The Hugging Face folder.
+        checkpoint: The folder to be made.
+
+    Returns:
+        {name: shape} of the model's tensors.
+
+    Raises:
+        HubError: When the folder can't be read.
+        CheckpointError: When there is a checkpoint already.
     """
     if Path(checkpoint).exists():
         raise CheckpointError(f"{checkpoint} is there already; remove it, or name another place")

@@ -51,7 +51,11 @@ class HubError(ValueError):
 
 
 def is_hub_folder(path: Path | str) -> bool:
-    """Whether this is a folder with a config.json and safetensors files."""
+    """Whether this is a folder with a config.json and safetensors files.
+
+    Args:
+        path: The folder, which need not exist.
+    """
     folder = Path(path)
     return (folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))
 

@@ -211,7 +211,12 @@ def _missing_kernel(name: str, triton: str | None = None) -> Callable[..., Any]:
 
 def has_kernel(op: str, device: str) -> bool:
     """Whether `op` (such as "adam_") has a kernel, C++ or Triton, for `device` ("cpu", "cuda") in
-    this installation."""
+    this installation.
+
+    Args:
+        op: Its name, such as "adam_".
+        device: "cpu" or "cuda", with or without an index.
+    """
     if not build_info()["extension"]:
         return False
     importlib.import_module("pyops.ops")

@@ -46,10 +46,17 @@ def fuse_into_backward(model: nn.Module, optimizer: FusedOptimizer) -> FusedBack
     several. To accumulate, remove() first, or add the losses and call backward() once. Loss scaling
     is not undone (no GradScaler), and step hooks are not called.
 
+    Args:
+        model: The module that has all parameters of the optimizer.
+        optimizer: Of pyops.optim, without max_grad_norm.
+
+    Returns:
+        The hooks; its `remove()` ends this.
+
     Raises:
-        TypeError: When the optimizer is not of pyops.optim, ValueError when it has max_grad_norm
-            (the norm is known only after the whole backward pass) or owns parameters that are not
-            the model's.
+        TypeError: When the optimizer is not of pyops.optim.
+        ValueError: When it has max_grad_norm (the norm is known only after the whole backward
+            pass) or owns parameters that are not the model's.
     """
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
