@@ -53,7 +53,7 @@ ATTRIBUTES = {
         "initialise_": "initialize_",
         "initialise_model_": "initialize_model_",
     },
-    "pyops.train": {"Run": "TextTraining, and TrainingLoop for its steps and checkpoints"},
+    "pyops.train": {"Run": "TrainingLoop"},
 }
 
 

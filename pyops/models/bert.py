@@ -376,6 +376,13 @@ class BERT(nn.Module):
         initialize_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
-        """Key all dropout for the next forward, as GPT.set_dropout does."""
+        """Key all dropout for the next forward, as GPT.set_dropout does.
+
+        Args:
+            shape: (B, T) of the forward.
+            seed: Of the run.
+            step: The number of the step, so that each draws other masks.
+            first_row: The first of these sequences in the batch of all ranks.
+        """
         if self.config.dropout or self.config.attention_dropout:
             set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

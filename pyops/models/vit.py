@@ -242,7 +242,13 @@ class ViT(nn.Module):
     def forward(
         self, images_BCSS: Tensor, labels_B: Tensor | None = None, *, reduction: str = "mean"
     ) -> Tensor:
-        """Logits; with labels, `loss`."""
+        """Logits; with labels, `loss`.
+
+        Args:
+            images_BCSS: [B, C, S, S].
+            labels_B: int64 [B], or None.
+            reduction: Of the loss: "mean" or "sum".
+        """
         wanted = (self.config.num_channels, self.config.image_size, self.config.image_size)
         if tuple(images_BCSS.shape[1:]) != wanted:
             raise ValueError(

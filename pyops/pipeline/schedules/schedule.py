@@ -27,13 +27,18 @@ __all__ = ["Schedule"]
 class Schedule(Orders):
     """The compute order of every rank.
 
-    name: of the family, for titles. ranks[r]: what rank r does. rank_of[s]: where stage s is;
-    consecutive stages may share a rank. weights: of pyops.pipeline.schedules.validate.WEIGHTS.
-    options: what the family was called with. skips: pairs (stage, later stage), rising, between
-    which values go that the stages between don't see.
+    Attributes:
+        name: Of the family, for titles.
+        ranks: ranks[r] is what rank r does.
+        rank_of: rank_of[s] is the rank of stage s; consecutive stages may share a rank.
+        weights: Of pyops.pipeline.schedules.validate.WEIGHTS.
+        options: What the family was called with.
+        skips: Pairs (stage, later stage), rising, between which values go that the stages between
+            do not see.
 
-    Checked when made (see `pyops.pipeline.schedules.validate`): ValueError names the action that is
-    wrong, and its neighbours.
+    Raises:
+        ValueError: When it is made (see `pyops.pipeline.schedules.validate`): names the action that
+            is wrong, and its neighbours.
     """
 
     def __post_init__(self) -> None:

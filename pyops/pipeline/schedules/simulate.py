@@ -94,7 +94,14 @@ class Costs:
 @dataclass(frozen=True)
 class Timeline:
     """What a run of `schedule` looks like: (begin, end) of every action and transfer; of a
-    transfer, until it has arrived."""
+    transfer, until it has arrived.
+
+    Attributes:
+        schedule: What was run.
+        actions: (begin, end) of each action.
+        transfers: (begin, end) of each transfer.
+        memory: The peak of each rank, in bytes; empty where no costs give them.
+    """
 
     schedule: Schedule
     actions: Mapping[Action, Times]

@@ -62,7 +62,14 @@ class Dropout(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         """Sets the dropout of the next forward, over sequences [first_row, first_row + shape[0]) of
-        shape[1] tokens each; see `set_dropout`."""
+        shape[1] tokens each; see `set_dropout`.
+
+        Args:
+            key: Of the random numbers.
+            first_row: The first of these sequences in the batch of all ranks.
+            shape: (B, T) of the forward.
+            device: Of the state; None: the parameters'.
+        """
         first = first_row * shape[1] + (
             self.ranks.start(shape[0] * shape[1]) if self.sequence_parallel else 0
         )
@@ -71,6 +78,13 @@ class Dropout(nn.Module):
     def forward(
         self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
+        """dropout(x + bias) + residual.
+
+        Args:
+            x: [..., width].
+            bias: [width], or None.
+            residual: As x, or None.
+        """
         p = self.p if self.training else 0.0
         if p > 0.0 and self.state is None:
             raise RuntimeError(

@@ -162,7 +162,14 @@ class ParallelAttention(nn.Module):
     def set_dropout_state(
         self, *, key: int, first_row: int, shape: Shape, device: torch.device | None = None
     ) -> None:
-        """Sets the dropout of the next forward to (key, first sequence); see `set_dropout`."""
+        """Sets the dropout of the next forward to (key, first sequence); see `set_dropout`.
+
+        Args:
+            key: Of the random numbers.
+            first_row: The first of these sequences in the batch of all ranks.
+            shape: (B, T) of the forward.
+            device: Of the state; None: the parameters'.
+        """
         self.state = dropout_state(key, first_row, device=device)
 
     def forward(

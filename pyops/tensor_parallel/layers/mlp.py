@@ -116,7 +116,14 @@ class ParallelMLP(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         """Sets the dropout of the next forward, over sequences [first_row, first_row + shape[0]) of
-        shape[1] tokens each; see `set_dropout`."""
+        shape[1] tokens each; see `set_dropout`.
+
+        Args:
+            key: Of the random numbers.
+            first_row: The first of these sequences in the batch of all ranks.
+            shape: (B, T) of the forward.
+            device: Of the state; None: the parameters'.
+        """
         first = first_row * shape[1] * self.hidden + self.down.placements["weight"].start
         self.state = dropout_state(key, first, device=device)
 
