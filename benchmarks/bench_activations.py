@@ -13,7 +13,6 @@ Transformer Models", 2022, arXiv:2205.05198, section 4 and table 2.
 
 from __future__ import annotations
 
-import gc
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.harness import Row
+from benchmarks.storages import storages
 from pyops import recompute
 from pyops.models.gpt import GPT, GPTConfig
 
@@ -167,26 +167,14 @@ def _grown(forward: Callable[[], Tensor]) -> int:
     Floating-point ones: torch's checkpoint also keeps the random state of each call, 5 KB.
     """
     forward()  # buffers of collectives stay
-    before = _storages()
+    before = storages(floating_point=True)
     y = forward()
     gone = {y.untyped_storage().data_ptr()}
-    return sum(n for at, n in _storages().items() if at not in gone and before.get(at) != n)
-
-
-def _storages() -> dict[int, int]:
-    """Bytes by address of the storages that hold floating-point numbers.
-
-    torch.compile's traces leave fake and functional tensors in a process, which own no memory. They
-    are left out.
-    """
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    tensors = [
-        each
-        for each in tensors
-        if each.is_floating_point() and not torch._is_functional_tensor(each)
-    ]
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(
+        n
+        for at, n in storages(floating_point=True).items()
+        if at not in gone and before.get(at) != n
+    )
 
 
 def _serve(rank: int, size: int, port: int, names: list[str], results: Any) -> None:

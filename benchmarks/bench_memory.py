@@ -12,7 +12,6 @@ sections 5 and 7.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import time
@@ -27,6 +26,7 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.harness import Row
+from benchmarks.storages import storages
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
@@ -43,11 +43,7 @@ BUCKET = 1 << 20
 
 def bytes_of_tensors() -> int:
     """Bytes of all storages that a tensor of this process keeps alive."""
-    gc.collect()
-    found = (
-        each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    return sum(storages().values())
 
 
 def measure_rank(stage: int) -> dict[str, Any]:
