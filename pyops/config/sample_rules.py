@@ -10,13 +10,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyops.config.config_error import ConfigError
+from pyops.config.run_sections import RunSections
 from pyops.precision import PRECISIONS
-
-if TYPE_CHECKING:
-    from pyops.config.run_config import Config
 
 __all__ = ["check_elastic", "check_samples"]
 
@@ -24,7 +22,7 @@ LAYOUT = "which a change of layout does not carry over"
 SCHEDULES = ("1f1b", "gpipe")
 
 
-def _shared_rules(config: Config) -> tuple[tuple[str, Any, Any, str], ...]:
+def _shared_rules(config: RunSections) -> tuple[tuple[str, Any, Any, str], ...]:
     """(key, its value, the value that is taken, why a run that freezes layers takes no other)."""
     optimizer = config.optimizer
     return (
@@ -46,7 +44,7 @@ def _shared_rules(config: Config) -> tuple[tuple[str, Any, Any, str], ...]:
     )
 
 
-def check_samples(config: Config) -> None:
+def check_samples(config: RunSections) -> None:
     """Refuse what a run over numbered samples does not have; to be called with the layout that the
     ranks were given.
 
@@ -75,7 +73,7 @@ def check_samples(config: Config) -> None:
             )
 
 
-def check_elastic(config: Config) -> None:
+def check_elastic(config: RunSections) -> None:
     """Refuse what a run that freezes layers does not go with.
 
     Raises:

@@ -212,12 +212,18 @@ def test_no_module_is_hidden_by_a_function_of_its_name():
 
 
 def files_that_circle() -> list[str]:
-    """Files that import each other at the top of the file, directly or through others."""
+    """Files that import each other at the top of the file, directly or through others; for their
+    types alone, too."""
     graph = {}
     for path in package_files():
         place = path.relative_to(PACKAGE.parent).with_suffix("").parts
         tree = ast.parse(path.read_text())
-        top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+        body = [
+            n
+            for statement in tree.body
+            for n in (statement.body if isinstance(statement, ast.If) else [statement])
+        ]
+        top = ast.Module([n for n in body if isinstance(n, ast.Import | ast.ImportFrom)], [])
         modules = imported_modules(ast.unparse(top), place[:-1])
         graph[".".join(place)] = {name for m in modules for name in (m, m.rpartition(".")[0])}
     while leaves := [

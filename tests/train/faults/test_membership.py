@@ -80,14 +80,18 @@ def _main(folder: str, log: str, environment: dict[str, str]) -> None:
     sys.exit(main(["train", "run.toml"]))
 
 
-def ends(processes: Sequence[Any], folder: Path) -> tuple[list[int], str]:
-    """Exit codes, and what was said."""
-    try:
-        codes = [each.wait(timeout=300) for each in processes]
-    finally:
-        for each in processes:
-            each.kill()
-    return codes, "".join(path.read_text() for path in sorted(folder.glob("said-by-*")))
+def ends(processes: Sequence[Any], folder: Path) -> tuple[list[int | None], str]:
+    """Exit codes, and what was said; None for a process that did not end in time."""
+    until, codes = time.monotonic() + 300, []
+    for each in processes:
+        try:
+            codes.append(each.wait(timeout=max(0.0, until - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+    for each in processes:
+        each.kill()
+    said = [f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("said-by-*"))]
+    return codes, "".join(said)
 
 
 def agent(folder: Path, name: str, *, port: int) -> subprocess.Popen[bytes]:
@@ -150,7 +154,7 @@ def test_a_lost_node_comes_back(tmp_path, straight):
     while not (tmp_path / "waits").exists() and time.monotonic() < until:
         time.sleep(0.05)
     codes, told = ends([*agents, agent(tmp_path, "d", port=store.port)], tmp_path)
-    assert sorted(codes) == [-9, 0, 0, 0], told
+    assert sorted(codes, key=str) == [-9, 0, 0, 0], told
     assert [row["step"] for row in read_rows(config.folder / "metrics.jsonl")] == list(
         range(STEPS)
     ), told

@@ -1,0 +1,58 @@
+"""RunSections: the sections of a run's configuration, before it is checked that they go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pyops.config.parallel_config import ParallelConfig
+from pyops.config.task_config import TaskConfig
+from pyops.config.training_sections import (
+    CommunicationConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+from pyops.data import DataConfig
+from pyops.elastic.config import ElasticConfig
+from pyops.models import BERTConfig, GPTConfig, ViTConfig
+from pyops.zero import ZeroConfig
+
+__all__ = ["RunSections"]
+
+
+@dataclass(frozen=True)
+class RunSections:
+    """The sections of a run.
+
+    Attributes:
+        name: Of the run, which becomes the name of its folder.
+        model: The GPT of a run over text: [model].
+        data: The text: [data].
+        optimizer: [optimizer].
+        communication: [communication].
+        precision: [precision].
+        zero: [zero].
+        recompute: [recompute].
+        parallel: [parallel].
+        elastic: [elastic].
+        train: [train].
+        task: What is learnt: [task].
+        vit: The model of a task over images: [vit].
+        bert: The model of a task over passages: [bert].
+    """
+
+    name: str = "run"
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    vit: ViTConfig = field(default_factory=ViTConfig)
+    bert: BERTConfig = field(default_factory=BERTConfig)
