@@ -48,6 +48,7 @@ _ROOMS = frozenset(
         "hub",
         "hf",
         "elastic",
+        "parallel",
         "config",
         "train",
         "cli",

@@ -24,7 +24,6 @@ MODULES = {
     "pyops.display": "pyops.train.report.display",
     "pyops.metrics": "pyops.train.report.metrics",
     "pyops.ops.cross_entropy": "pyops.ops.layers.cross_entropy",
-    "pyops.parallel": "pyops.config, as in `from pyops.config import ParallelConfig`",
     "pyops.schedules": "pyops.optim.lr_scheduler",
     "pyops.simulation": "pyops.cli.simulate",
     "pyops.tensor_parallel.architectures": "pyops.tensor_parallel.convert.architectures",

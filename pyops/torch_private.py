@@ -24,6 +24,7 @@ __all__ = [
     "all_op_names",
     "assert_async",
     "backend_name",
+    "call_instead",
     "default_store",
     "disable_dynamo",
     "graph_task_id",
@@ -105,6 +106,15 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def call_instead(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """From now on `module(...)` is `call(...)`. Returns what it was before: the module's forward
+    with its hooks, compiled where `module.compile()` was called. `Module.compile` takes the same
+    place, and copies of the module are without it."""
+    before: Callable[..., Any] = module._compiled_call_impl or module._call_impl  # type: ignore[assignment]
+    module._compiled_call_impl = call  # type: ignore[assignment]
+    return before
 
 
 # Subclasses of tensors, and memory.

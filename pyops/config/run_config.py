@@ -16,7 +16,23 @@ __all__ = ["Config"]
 
 @dataclass(frozen=True)
 class Config(RunSections):
-    """All of a run. See `RunSections` for the sections.
+    """All of a run.
+
+    Attributes:
+        name: Of the run, which becomes the name of its folder.
+        model: The GPT of a run over text: [model].
+        data: The text: [data].
+        optimizer: [optimizer].
+        communication: [communication].
+        precision: [precision].
+        zero: [zero].
+        recompute: [recompute].
+        parallel: [parallel].
+        elastic: [elastic].
+        train: [train].
+        task: What is learnt: [task].
+        vit: The model of a task over images: [vit].
+        bert: The model of a task over passages: [bert].
 
     Raises:
         ValueError: Sections that do not go together, or a value that is out of its range.

@@ -23,24 +23,7 @@ __all__ = ["RunSections"]
 
 @dataclass(frozen=True)
 class RunSections:
-    """The sections of a run.
-
-    Attributes:
-        name: Of the run, which becomes the name of its folder.
-        model: The GPT of a run over text: [model].
-        data: The text: [data].
-        optimizer: [optimizer].
-        communication: [communication].
-        precision: [precision].
-        zero: [zero].
-        recompute: [recompute].
-        parallel: [parallel].
-        elastic: [elastic].
-        train: [train].
-        task: What is learnt: [task].
-        vit: The model of a task over images: [vit].
-        bert: The model of a task over passages: [bert].
-    """
+    """The sections of a run; see `Config`."""
 
     name: str = "run"
     model: GPTConfig = field(default_factory=GPTConfig)

@@ -30,13 +30,14 @@ LAYERS = [
     # Strategies, which never import each other.
     ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
     ["models", "data"],
-    ["hub", "hf", "elastic", "config", "train", "cli", "__main__"],
+    ["hub", "elastic"],
+    ["parallel"],
+    ["hf", "config", "train", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 SAME_LAYER_ALLOWED = {
-    "config": {"elastic"},
-    "train": {"config", "elastic"},
-    "cli": {"train", "config", "hub"},
+    "train": {"config"},
+    "cli": {"train", "config"},
     "__main__": {"cli"},
 }
 
@@ -61,7 +62,7 @@ FLOORS = {
         ["folder_files", "weight_packing"],
         ["config_fields"],
         ["architectures"],
-        ["folder_loading", "folder_saving"],
+        ["folder_loading", "folder_saving", "pretrained"],
         ["checkpoint_conversion"],
     ],
     "onebit": [
@@ -82,6 +83,13 @@ FLOORS = {
     "optim": [
         ["adafactor_parts", "fused", "lr_scheduler"],
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
+    ],
+    "parallel": [
+        ["keyed_stream", "losses", "plan", "weights"],
+        ["batches", "keyed_dropout", "model_checks", "stages"],
+        ["generation"],
+        ["trainer"],
+        ["composition"],
     ],
     "pipeline": [
         ["schedules"],

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.tiny_models import tiny
 from pyops.tensor_parallel import parallelize, whole_state_dict
-from pyops.tensor_parallel.convert.check import plan_trial
+from pyops.tensor_parallel.convert.check import trial_copy
 from pyops.tensor_parallel.convert.check.plan_trial import try_plan
 from pyops.tensor_parallel.convert.plans import plan_of
 from pyops.tensor_parallel.convert.replace_layers import replace_layers
@@ -407,12 +407,12 @@ def test_a_third_block_that_differs_in_a_switch_alone_is_tried_too(world):
 
 
 def _in_little_memory(rank: int, group: Any) -> str:
-    inner = plan_trial.free_memory
-    plan_trial.free_memory = lambda: 100  # of a container, say
+    inner = trial_copy.free_memory
+    trial_copy.free_memory = lambda: 100  # of a container, say
     try:
         return _tried_switch(rank, group, False)
     finally:
-        plan_trial.free_memory = inner
+        trial_copy.free_memory = inner
 
 
 def test_a_check_that_does_not_fit_into_the_memory_is_not_begun(world):

@@ -4,9 +4,6 @@ an uncut one.
     model  --> copy on the CPU, fp64, --> uncut: outputs, gradients -----.
                two blocks of a sort,                                      +--> equal, or ValueError
                values drawn anew      --> cut, on virtual ranks: the same-'    with what differs
-
-Values are drawn anew because those of a fresh model (zero biases, norms of one, small weights) hide
-errors. Blocks that are alike are tried once, so what it takes does not grow with the depth.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
-from pyops.host_memory import free_memory
 from pyops.tensor_parallel.convert.check.example_inputs import Inputs, examples
+from pyops.tensor_parallel.convert.check.trial_copy import trial_copy
 from pyops.tensor_parallel.convert.check.virtual_ranks import VirtualGroup, run_virtual
 from pyops.tensor_parallel.convert.module_swap import laid_out
 from pyops.tensor_parallel.functional.gradients import sync_partial_grads
@@ -36,9 +33,6 @@ NOT_CHECKED = "pass check=False to cut it without this check"
 # By dtype: how far numbers may be apart, in units of the largest, and below which part of the
 # largest gradient one is noise.
 _BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (2e-3, 1e-2)}
-# of the copy's parameters, in bytes at the peak: the copy, its gradients, the parts, their
-# gradients, one in the making
-_COPIES = 5
 
 CutFunction = Callable[[nn.Module, Ranks], None]  # of a model and its ranks, in place
 
@@ -70,7 +64,7 @@ def try_plan(
     for dtype in _BOUNDS:
         for drop in (True, False) if blocks else (False,):
             try:
-                whole = _copied(model, dtype, blocks if drop else [])
+                whole = trial_copy(model, dtype, blocks if drop else [])
             except (
                 MemoryError,
                 RuntimeError,
@@ -107,105 +101,6 @@ def _twin(model: nn.Module) -> nn.Module:
 
 def _short(text: str) -> str:
     return text if len(text) < 600 else text[:600] + " [cut here]"
-
-
-def _copied(model: nn.Module, dtype: torch.dtype, blocks: list[str]) -> nn.Module:
-    """A copy on the CPU with values drawn anew, in evaluation mode, without gradients; of blocks
-    that are alike two."""
-    dropped = {id(each) for name in blocks for each in _alike(model.get_submodule(name))}
-    memo: dict[int, Any] = {key: nn.Identity() for key in dropped}
-    outside = _parameters_without(model, dropped)
-    _check_memory(sum(p.numel() for p in outside), dtype)
-    generator = torch.Generator().manual_seed(1)
-    for p in outside:
-        memo[id(p)] = (
-            nn.Parameter(_drawn(p, dtype, generator)) if p.is_floating_point() else p.detach().cpu()
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to(
-            "cpu", dtype if buffer.is_floating_point() else buffer.dtype, copy=True
-        )
-    found = copy.deepcopy(model, memo)
-    for name in blocks:
-        _without_identities(found.get_submodule(name), model.get_submodule(name), dropped)
-    return found.eval()
-
-
-def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Attributes that are True, False or a word by their values, others by their types: a number
-    may be the block's own."""
-    given = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
-    return tuple(
-        sorted(
-            (name, value if isinstance(value, bool | str) else type(value).__name__)
-            for name, value in given
-        )
-    )
-
-
-def _alike(blocks: nn.Module) -> list[nn.Module]:
-    """Those of which there are two before: of the same classes and switches, with parameters of the
-    same names and shapes.
-
-    A block may differ from the others in a switch alone, such as Gemma 3's `is_sliding`.
-    """
-    times: dict[Any, int] = {}
-    found = []
-    for block in blocks.children():
-        key = (
-            tuple(
-                (name, type(module), _switches(module)) for name, module in block.named_modules()
-            ),
-            tuple((name, p.shape) for name, p in block.named_parameters()),
-        )
-        times[key] = times.get(key, 0) + 1
-        if times[key] > 2:
-            found.append(block)
-    return found
-
-
-def _parameters_without(model: nn.Module, dropped: set[int]) -> list[nn.Parameter]:
-    found: dict[int, nn.Parameter] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in dropped:
-            found.update((id(p), p) for p in module._parameters.values() if p is not None)
-            waiting += list(module.children())[::-1]
-    return list(found.values())
-
-
-def _without_identities(blocks: nn.Module, before: nn.Module, dropped: set[int]) -> None:
-    left = [
-        new
-        for new, old in zip(blocks.children(), before.children(), strict=True)
-        if id(old) not in dropped
-    ]
-    blocks._modules.clear()
-    blocks._modules.update({str(i): each for i, each in enumerate(left)})
-
-
-def _check_memory(elements: int, dtype: torch.dtype) -> None:
-    needed = elements * dtype.itemsize * _COPIES
-    try:
-        free = free_memory()
-    except OSError:  # a system without /proc does not say
-        return
-    if needed > free:
-        raise MemoryError(
-            f"it takes {needed / 2**30:.1f} GiB of the host's memory, and "
-            f"{free / 2**30:.1f} GiB are free"
-        )
-
-
-def _drawn(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Matrices keep the size of what goes through; vectors are near to what they were, and nowhere
-    alike."""
-    noise = torch.randn(p.shape, generator=generator, dtype=dtype)
-    if p.dim() > 1:
-        return noise / math.sqrt(max(1, p.numel() // max(1, len(p))))
-    base = torch.zeros((), dtype=dtype) if p.is_meta else p.detach().to("cpu", dtype)
-    return base + 0.3 * noise
 
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -1,0 +1,105 @@
+"""A rank's part of a tensor, and the tensor as the uncut model has it.
+
+in the files, Conv1D      whole, as laid out         rank 0            rank 1
+[D, 3 * 4 heads]     ->   [3, 4 heads, D]       ->   [3, 2 heads, D]   [3, 2 heads, D]
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.failure import naming_lost_ranks
+from pyops.flat import Placement
+from pyops.ops.memory import resolved_view
+from pyops.tensor_parallel import Ranks
+from pyops.tensor_parallel.convert.grouped_columns import GroupedColumns
+from pyops.tensor_parallel.convert.module_swap import laid_out
+
+__all__ = ["copy_part", "gathered", "placement_of", "whole_shape"]
+
+
+def placement_of(module: nn.Module, key: str) -> Placement | None:
+    """Where the module's own parameter stands in the whole one; None: it is whole.
+
+    Args:
+        module: The module.
+        key: The name of the parameter in it.
+    """
+    found: Placement | None = getattr(module, "placements", {}).get(key)
+    return found
+
+
+def whole_shape(module: nn.Module, key: str, tensor: Tensor) -> tuple[int, ...]:
+    """The shape that the tensor has in the uncut model.
+
+    Args:
+        module: The module that holds it.
+        key: Its name there.
+        tensor: The tensor as it is on this rank.
+    """
+    place = placement_of(module, key)
+    if place is None:
+        return tuple(tensor.shape)
+    shape = place.global_shape
+    if getattr(module, "stacked", None):
+        shape = (shape[0] * shape[1], *shape[2:])
+    return shape[::-1] if getattr(module, "transposed", None) and len(shape) == 2 else shape
+
+
+def copy_part(module: nn.Module, key: str, tensor: Tensor, whole: Tensor) -> None:
+    """Fill the tensor with this rank's part; padding becomes zero. Makes no copy of its own.
+
+    Args:
+        module: The module that holds the tensor.
+        key: Its name there.
+        tensor: What is filled.
+        whole: The tensor as the uncut model has it, of any dtype.
+    """
+    place = placement_of(module, key)
+    if place is None:
+        tensor.copy_(whole)
+        return
+    found = laid_out(module, whole, place)
+    part = place.part(tensor)
+    if place.dim is not None:
+        found = found.narrow(place.dim, place.start, place.stop - place.start)
+    if part.numel() < tensor.numel():
+        tensor.zero_()
+    part.copy_(found)
+
+
+def gathered(module: nn.Module, key: str, tensor: Tensor, ranks: Ranks) -> Tensor | None:
+    """The tensor as the uncut model has it, on the first rank; None on the others. Collective where
+    it is cut.
+
+    Args:
+        module: The module that holds the tensor.
+        key: Its name there.
+        tensor: This rank's part.
+        ranks: That share the layer.
+    """
+    place, local = placement_of(module, key), resolved_view(tensor.detach())
+    if place is None:
+        return local if ranks.rank == 0 else None
+    if ranks.size > 1 and place.dim is not None:
+        raw = local.contiguous().view(torch.uint8)
+        parts = [torch.empty_like(raw) for _ in range(ranks.size)] if ranks.rank == 0 else None
+        with naming_lost_ranks("the gathering of parameters for a save", group=ranks.process_group):
+            dist.gather(raw, parts, group=ranks.process_group, group_dst=0)
+        if parts is None:
+            return None
+        first = [parts[r].view(local.dtype) for r in range(0, ranks.size, place.copies)]
+        del raw, parts
+        local = torch.cat(first, place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
+    return _as_before(module, local) if ranks.rank == 0 else None
+
+
+def _as_before(module: nn.Module, whole: Tensor) -> Tensor:
+    """The way back of `laid_out`."""
+    if getattr(module, "stacked", None):
+        whole = whole.flatten(0, 1)
+    if isinstance(module, GroupedColumns):
+        whole = module.as_packed(whole)
+    return whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole

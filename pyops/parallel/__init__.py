@@ -1,0 +1,34 @@
+"""One entry for a model of your own: a plan in, a trainer out, on any layout of ranks.
+
+    plan = ParallelPlan(tp=2, pp=2, zero=ZeroConfig(stage=1))
+    trainer = parallelize("llama-folder", plan, optimizer=lambda params: AdamW(params, lr=1e-5))
+    loss = trainer.step({"input_ids": tokens, "labels": tokens})
+    trainer.save_pretrained("llama-tuned")
+
+| file or folder | what it does |
+|---|---|
+| plan.py | ParallelPlan, PipelineOptions: how the ranks share a model out |
+| composition.py | parallelize: the order in which the parts are put together |
+| trainer.py | Trainer: step, evaluate, save, load, save_pretrained |
+| losses.py | losses as (sum, count), divided once |
+| batches.py | which rows of a step are whose |
+| keyed_dropout.py | dropout whose masks are the same on every layout |
+| stages | a model that was not written for a pipeline, cut between its blocks |
+"""
+
+from __future__ import annotations
+
+from pyops.parallel.composition import parallelize
+from pyops.parallel.plan import ParallelPlan, PipelineOptions
+from pyops.parallel.trainer import Trainer
+from pyops.renamed import missing_attribute
+
+__all__ = ["ParallelPlan", "PipelineOptions", "Trainer", "parallelize"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "ParallelConfig":  # where it was before there was this subpackage
+        raise ImportError(
+            "pyops.parallel.ParallelConfig has a new place: pyops.config.ParallelConfig", name=name
+        )
+    raise missing_attribute(__name__, name)

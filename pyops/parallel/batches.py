@@ -1,0 +1,144 @@
+"""The rows of one step: which of the global batch this rank's copy of the model has, and how they
+are cut into micro-batches.
+
+    dp 0   rows 0 1 2       first_row 0   num_rows 5   count: labels of all rows
+    dp 1   rows 3 4         first_row 3
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from pyops.comm.agreement import gather
+from pyops.mesh import ProcessGroupLike, resolve
+from pyops.parallel.losses import CountedLoss
+from pyops.pipeline.runtime.microbatch import num_rows, split_batch
+
+__all__ = [
+    "BatchShare",
+    "accepted_names",
+    "check_batch",
+    "microbatches",
+    "model_arguments",
+    "share_of",
+]
+
+# Targets of the loss, which the model is not given.
+TARGETS = ("labels",)
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """What the copies of the model have of one global batch."""
+
+    first_row: int
+    """The number of this copy's first row in the global batch."""
+
+    rows: int
+    """Of this copy."""
+
+    all_rows: int
+    """Of all copies."""
+
+    most_rows: int
+    """Of the copy that has the most."""
+
+    count: float
+    """By how many terms the sum of the losses of all rows is divided."""
+
+
+def share_of(
+    batch: Mapping[str, Any] | None, loss: CountedLoss, group: ProcessGroupLike
+) -> BatchShare | None:
+    """What each copy has of the global batch. A collective of the data-parallel ranks.
+
+    Args:
+        batch: This rank's rows; None where this copy has none left.
+        loss: Counts their terms.
+        group: The data-parallel ranks.
+
+    Returns:
+        A BatchShare; None where no copy has a batch.
+
+    Raises:
+        ValueError: On every rank, for a batch that some rank can't use.
+    """
+    problem: Exception | None = None
+    rows, count = 0, 0.0
+    if batch is not None:
+        try:
+            rows = num_rows(dict(batch)) or 0
+            count = loss.count(batch) if rows else 0.0
+        except Exception as error:  # of the caller's own loss too: every rank must hear of it
+            problem = error
+    own = (batch is not None, rows, count, problem and f"{problem}")
+    everyone = gather(own, group=group)
+    for rank, (_, _, _, said) in enumerate(everyone):
+        if said is not None:
+            if problem is not None:
+                raise problem
+            raise ValueError(f"on data-parallel rank {rank}: {said}")
+    if not any(has for has, *_ in everyone):
+        return None
+    ranks = resolve(group, "Trainer")
+    mine = 0 if ranks is None else dist.get_rank(ranks)
+    sizes = [rows for _, rows, _, _ in everyone]
+    return BatchShare(
+        sum(sizes[:mine]), rows, sum(sizes), max(sizes), sum(count for _, _, count, _ in everyone)
+    )
+
+
+def accepted_names(model: nn.Module) -> frozenset[str]:
+    """The names of the arguments of the model's forward."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return frozenset(
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    )
+
+
+def check_batch(batch: Any, accepted: Iterable[str]) -> None:
+    """Local checks of a batch.
+
+    Args:
+        batch: As the caller gave it.
+        accepted: The names of the arguments of the model's forward.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: It names an argument that the model has not, or its tensors differ in rows.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}; give a mapping of the names of the model's "
+            'arguments, such as {"input_ids": ..., "labels": ...}'
+        )
+    names = frozenset(accepted)
+    unknown = [name for name in batch if name not in names and name not in TARGETS]
+    if unknown:
+        raise ValueError(
+            f"the batch has {unknown[0]!r}, and the model's forward takes "
+            f"{', '.join(sorted(names))}; leave it out"
+        )
+    rows = num_rows(dict(batch))
+    if rows is None:
+        raise ValueError("the batch has no tensor of rows; give tensors [rows, ...]")
+
+
+def model_arguments(batch: Mapping[str, Any], accepted: frozenset[str]) -> dict[str, Any]:
+    """What of a batch the model is called with; labels are for the loss alone."""
+    found = {name: value for name, value in batch.items() if name not in TARGETS}
+    if "use_cache" in accepted:
+        found.setdefault("use_cache", False)
+    return found
+
+
+def microbatches(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """The batch in at most `number` parts of about equally many rows."""
+    rows = num_rows(dict(batch)) or 0
+    return split_batch(dict(batch), max(1, min(number, rows)), rows=rows)

@@ -1,0 +1,200 @@
+"""parallelize: a model and a plan in, a Trainer out.
+
+The order, which this file states alone:
+
+    1  checks            on every rank, before anything is changed
+    2  tensor parallel   layers are cut over "tp"          pyops.tensor_parallel.parallelize
+    3  keyed dropout     the same masks on every layout    keyed_dropout.py
+    4  recompute         modules that keep inputs alone    pyops.recompute.apply
+    5  compile           block by block                    torch.compile
+    6  pipeline          blocks of other ranks go          stages/
+    7  ZeRO              parameters get their memory and   pyops.zero
+                         values; states over "dp"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyops import recompute, tensor_parallel
+from pyops.comm.agreement import on_first_rank, ranks_agree
+from pyops.mesh import ALONE, Mesh, check_initialized
+from pyops.parallel.batches import accepted_names
+from pyops.parallel.keyed_dropout import key_dropout
+from pyops.parallel.losses import loss_of
+from pyops.parallel.model_checks import check_model, check_optimizer
+from pyops.parallel.plan import ParallelPlan
+from pyops.parallel.stages.block_lists import find_block_lists
+from pyops.parallel.stages.layout_trial import find_layout
+from pyops.parallel.stages.placeholder import meta_copy
+from pyops.parallel.stages.staged_model import StagedModel, StagePlan, stage_boundaries
+from pyops.parallel.trainer import Trainer, TrainerParts
+from pyops.parallel.weights import ModelSource
+from pyops.precision import PRECISIONS
+from pyops.tensor_parallel.convert.plans import plan_of
+from pyops.zero import ZeroOptimizer
+
+__all__ = ["parallelize"]
+
+ONE_PROCESS = ParallelPlan()
+
+
+def parallelize(
+    model: nn.Module | Path | str,
+    plan: ParallelPlan = ONE_PROCESS,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    mesh: Mesh | None = None,
+    loss: Any = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    example_inputs: Any = None,
+) -> Trainer:
+    """Share a model out over the ranks by a plan. A collective: every rank calls it alike.
+
+    Args:
+        model: A folder that save_pretrained of transformers wrote, of which each rank reads its
+            part alone; or a module on the CPU with the same values on every rank, which is changed
+            in place.
+        plan: How it is shared out; by default every rank has all of it.
+        optimizer: Makes the optimizer of a list of parameters, such as
+            `lambda params: pyops.optim.AdamW(params, lr=1e-4)`, or its class.
+        mesh: The ranks; None: made by the plan.
+        loss: Two functions, (what the model returns, batch) -> the sum over the rows, and batch ->
+            by how many terms it is divided. None: the cross entropy of batch["labels"], of the next
+            token for causal language models.
+        seed: Of the dropout, whose masks are the same on every layout.
+        device: Where the parameters are.
+        example_inputs: Arguments of the model's forward for a few rows, which show how its blocks
+            are called; None: made up from the config of a model of transformers.
+
+    Returns:
+        The Trainer.
+
+    Raises:
+        ValueError, TypeError: On every rank and with the model as it was, for a model, plan or
+            optimizer that does not fit, with the fix.
+    """
+    with ranks_agree():
+        check_initialized("parallelize")
+        if not isinstance(plan, ParallelPlan):
+            raise TypeError(f"plan is {plan!r}; give pyops.parallel.ParallelPlan(tp=2)")
+        plan.validate()
+        check_optimizer(optimizer)
+        axes = plan.axes(dist.get_world_size() if dist.is_initialized() else 1)
+        source = ModelSource.of(model)
+        check_model(source.model, plan)
+        counted = loss_of(source.model, loss)
+        lists = find_block_lists(source.model, plan.pipeline.blocks) if plan.pp > 1 else []
+    device = torch.device(device)
+    mesh = _checked_mesh(mesh, plan) or Mesh(axes, device_type=device.type)
+    whole, accepted = source.model, accepted_names(source.model)
+    stages = _plan_stages(whole, plan, lists, example_inputs, device)
+    _cut_layers(whole, plan, mesh, example_inputs)
+    key_dropout(whole, group=mesh.group("tp") or ALONE)
+    if plan.recompute:
+        with ranks_agree():
+            recompute.apply(whole, plan.recompute)
+    if plan.compile:
+        _compile_blocks(whole, lists or find_block_lists(whole, plan.pipeline.blocks))
+    staged = None
+    if stages is not None:
+        staged = StagedModel(whole, stages, mesh=mesh, loss=counted, named_arguments=accepted)
+    zero = _make_optimizer(whole, plan, mesh, optimizer, source, device)
+    source.finish()
+    if staged is not None:
+        staged.connect(zero)
+    parts = TrainerParts(
+        model=whole,
+        optimizer=zero,
+        mesh=mesh,
+        plan=plan,
+        loss=counted,
+        staged=staged,
+        save_folder=lambda folder: source.save(folder, mesh),
+        seed=seed,
+    )
+    return Trainer(parts)
+
+
+def _checked_mesh(mesh: Mesh | None, plan: ParallelPlan) -> Mesh | None:
+    """ValueError for a mesh of other sizes than the plan's."""
+    if mesh is None:
+        return None
+    for axis in ("tp", "pp"):
+        if mesh.size(axis) != getattr(plan, axis):
+            raise ValueError(
+                f"the mesh has {mesh.size(axis)} ranks along {axis!r}, but the plan's {axis} is "
+                f"{getattr(plan, axis)}; make the mesh with the plan's sizes, or leave it out"
+            )
+    return mesh
+
+
+def _plan_stages(
+    model: nn.Module,
+    plan: ParallelPlan,
+    lists: list[str],
+    example_inputs: Any,
+    device: torch.device,
+) -> StagePlan | None:
+    """How the model calls its blocks, found on the first rank; and where the stages begin."""
+    if plan.pp == 1:
+        return None
+    layout = on_first_rank(lambda: find_layout(model, lists, example_inputs))
+    with ranks_agree():
+        boundaries = stage_boundaries(model, layout, plan.num_stages, plan.pipeline.boundaries)
+    shapes = meta_copy(model)
+    if plan.precision != "fp32":  # as ZeroOptimizer casts the model
+        shapes.to(PRECISIONS[plan.precision].dtype)
+    return StagePlan(layout, plan.schedule(), boundaries, shapes, device)
+
+
+def _cut_layers(model: nn.Module, plan: ParallelPlan, mesh: Mesh, example_inputs: Any) -> None:
+    """Tensor parallelism. With one rank too where the plan of the class is known: its parameters
+    then lie as with several, and each layout reads the checkpoints of the others."""
+    given = plan.tensor_parallel
+    if plan.tp == 1 and given is None:
+        try:
+            plan_of(model)
+        except ValueError:
+            return
+    tensor_parallel.parallelize(
+        model,
+        group=mesh.group("tp") or ALONE,
+        plan=given,
+        sequence_parallel=plan.sequence_parallel,
+        check=plan.tp > 1,
+        example_inputs=example_inputs,
+    )
+
+
+def _compile_blocks(model: nn.Module, lists: list[str]) -> None:
+    for name in lists:
+        for block in model.get_submodule(name).children():
+            block.compile()
+
+
+def _make_optimizer(
+    model: nn.Module,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    source: ModelSource,
+    device: torch.device,
+) -> ZeroOptimizer:
+    config = replace(
+        plan.zero,
+        reduction="sum",
+        max_grad_norm=plan.max_grad_norm,
+        precision=None if plan.precision == "fp32" else plan.precision,
+        initialize=source.fill,
+        device=device,
+    )
+    return ZeroOptimizer(model, optimizer, config, mesh=mesh)

@@ -1,0 +1,177 @@
+"""Tokens that follow a prompt, the same on every layout of the ranks.
+
+    prompt [rows, T] -> forward -> logits of the last position -> the same choice on every rank
+                          ^                                          |
+                          '------- the new token, keys and values ---'
+                                   of the others are kept
+
+Every rank of a copy of the model takes the same steps, so none waits for another. Keys and values
+lie where their blocks are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops import random
+from pyops.parallel.stages.model_stage import CachePerStage
+
+__all__ = ["GenerationOptions", "KeptKeys", "generate_tokens"]
+
+Forward = Callable[[dict[str, Any]], Tensor]  # arguments of the model -> logits [rows, T, V]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How tokens are chosen. `validate` checks the values."""
+
+    max_new_tokens: int = 20
+    """How many tokens follow the prompt at most."""
+
+    temperature: float = 0.0
+    """0: the likeliest token. Otherwise a token is drawn from softmax(logits / temperature)."""
+
+    top_k: int = 0
+    """Draw among the `top_k` likeliest tokens; 0: among all."""
+
+    seed: int = 0
+    """Of the draws, which are keyed by (seed, number of the row, position), so that a row gets the
+    same tokens in any batch."""
+
+    eos_token_id: int | None = None
+    """A row ends with this token; None: with `max_new_tokens`."""
+
+    pad_token_id: int = 0
+    """What follows the end of a row that ends before others."""
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: Naming field, value and fix.
+        """
+        for name, least in (("max_new_tokens", 1), ("top_k", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"generate: {name} is {value!r}; give a whole number, >= {least}")
+        if not self.temperature >= 0:
+            raise ValueError(
+                f"generate: temperature is {self.temperature!r}; give 0 for the likeliest token, "
+                "or a positive number"
+            )
+
+
+class KeptKeys(CachePerStage):
+    """Keys and values of the tokens so far, of the blocks of this rank.
+
+    Args:
+        model: Of transformers; its forward takes past_key_values.
+        stages: (first block, block behind the last one) of each stage of this rank; None: this rank
+            has all blocks.
+        num_blocks: Of the whole model.
+    """
+
+    def __init__(
+        self, model: nn.Module, stages: Sequence[tuple[int, int]] | None, num_blocks: int
+    ) -> None:
+        make = importlib.import_module("transformers").DynamicCache
+        self._whole = stages is None
+        self._num_blocks = num_blocks
+        self._caches = {
+            begin: (make(config=model.config), end) for begin, end in stages or [(0, num_blocks)]
+        }
+
+    def of_stage(self, begin: int) -> Any:
+        """The cache of the stage that begins with this block. Stages of one rank have caches of
+        their own, for a model asks its cache how many tokens there were."""
+        return self._caches[begin][0]
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with beside the new tokens."""
+        return {"past_key_values": self.of_stage(0) if self._whole else self, "use_cache": True}
+
+    def advance(self, num_tokens: int) -> None:
+        """After a forward of so many tokens. A model asks the first layer of its cache how many
+        tokens there were, so those of other stages count them, with a number for each."""
+        counted = torch.zeros(1, 1, num_tokens, 1)
+        for begin, (cache, end) in self._caches.items():
+            for index in range(self._num_blocks):
+                if not begin <= index < end:
+                    cache.update(counted, counted, index)
+
+
+def generate_tokens(
+    forward: Forward,
+    prompt: Mapping[str, Tensor],
+    options: GenerationOptions,
+    *,
+    kept: KeptKeys | None,
+    first_row: int = 0,
+) -> Tensor:
+    """The prompt with the tokens that follow it.
+
+    Args:
+        forward: Gives the logits of all positions it is called with, the same on every rank.
+        prompt: "input_ids" [rows, T] and, where rows are padded on the left, "attention_mask".
+        options: How tokens are chosen.
+        kept: Of a model that keeps keys and values; None: every token is computed from the whole
+            text before it.
+        first_row: The number of the first row, by which draws are keyed.
+
+    Returns:
+        [rows, T + n], n <= max_new_tokens.
+    """
+    tokens, mask = prompt["input_ids"], prompt.get("attention_mask")
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    shown = tokens
+    for number in range(options.max_new_tokens):
+        arguments: dict[str, Any] = {"input_ids": shown}
+        if mask is not None:
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+            arguments |= {"attention_mask": mask, "position_ids": positions[:, -shown.shape[1] :]}
+        if kept is not None:
+            arguments |= kept.arguments()
+        logits_BV = forward(arguments)[:, -1]
+        if kept is not None:
+            kept.advance(shown.shape[1])
+        chosen_B = _choose(logits_BV, options, position=number, first_row=first_row)
+        chosen_B = torch.where(ended, options.pad_token_id, chosen_B)
+        tokens = torch.cat([tokens, chosen_B[:, None]], dim=1)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        if options.eos_token_id is not None:
+            ended |= chosen_B == options.eos_token_id
+            if bool(ended.all()):
+                break
+        shown = tokens if kept is None else chosen_B[:, None]
+    return tokens
+
+
+def _choose(
+    logits_BV: Tensor, options: GenerationOptions, *, position: int, first_row: int
+) -> Tensor:
+    """The next token of each row."""
+    scores_BV = logits_BV.double()
+    if not options.temperature:
+        return scores_BV.argmax(dim=1)
+    scores_BV = scores_BV / options.temperature
+    if options.top_k:
+        kth = scores_BV.topk(min(options.top_k, scores_BV.shape[1]), dim=1).values[:, -1:]
+        scores_BV = scores_BV.masked_fill(scores_BV < kth, -torch.inf)
+    rows, size = scores_BV.shape
+    uniform = random.uniform(
+        options.seed,
+        f"generate@{position}",
+        (rows * size,),
+        offset=first_row * size,
+        device=scores_BV.device,
+    ).double()
+    # The largest of scores plus Gumbel noise is a draw from their softmax.
+    noise_BV = -(-(uniform + 2.0**-25).log()).log().view(rows, size)
+    return (scores_BV + noise_BV).argmax(dim=1)

@@ -1,0 +1,230 @@
+"""Dropout of a model of anybody's, by counters: the same masks, and so the same loss, on every
+layout of ranks.
+
+    key_dropout(model)                       once; after tensor parallelism, before recomputation
+    set_keyed_dropout(model.named_modules(), seed=0, step=7, first_row=16)
+                                             before the forward of rows 16, 17, ... of the batch
+
+    torch.nn.Dropout                         becomes a KeyedDropout
+    a module that calls torch's functions:   gets a child `keyed_dropout` (a KeyedStream), from
+      functional.dropout                     which these calls draw; its own code runs on, with
+      scaled_dot_product_attention(          whichever attention it has
+        dropout_p=...)
+
+In eval mode all is torch's own. The first dimension of every tensor that is dropped from is that of
+the rows, or of the rows' tokens.
+What draws in another way (layers that are left out at random, flash attention's own kernels, an
+uncut torch.nn.MultiheadAttention) is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops.flat import Placement
+from pyops.mesh import ALONE
+from pyops.parallel.keyed_stream import ColumnsOpen, KeyedDropout, KeyedForward, KeyedStream
+from pyops.random import key_of
+from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RanksLike, RowParallelLinear
+
+__all__ = ["KeyedDropout", "key_dropout", "set_keyed_dropout"]
+
+
+def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
+    """Make the dropout of `model` a function of (seed, name of the module, step) and of the
+    elements' places in the global batch, in place. Parameters, state_dict and names stay as they
+    are; before each forward in train mode `set_keyed_dropout` must be called.
+
+    Args:
+        model: After pyops.tensor_parallel.parallelize, where its layers are to be cut.
+        group: Over which they are cut, see `RanksLike`; by default they are whole.
+
+    Returns:
+        The number of modules that draw by counters now.
+
+    Raises:
+        ValueError: The layers are cut over another number of ranks, or the model recomputes by
+            transformers' gradient checkpointing, which would draw other masks the second time.
+            The model is as it was.
+    """
+    cut = _layers_cut_by_rows(model, Ranks.of(group))
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{name or type(module).__name__} recomputes by transformers' gradient "
+                "checkpointing, which would draw other masks the second time; call "
+                "model.gradient_checkpointing_disable() and name the modules in recompute"
+            )
+    columns_open = ColumnsOpen()
+    if cut:
+        _watch_columns(model, columns_open)
+    keyed: dict[int, KeyedDropout] = {}
+    streams: list[KeyedStream] = []
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module._modules.items()):
+            # A subclass with a forward of its own means something else.
+            if not isinstance(child, nn.Dropout) or type(child).forward is not nn.Dropout.forward:
+                continue
+            if not child.p > 0.0:
+                continue
+            if id(child) not in keyed:
+                rows = _nearest(name, cut)
+                new = KeyedDropout(child.p, rows=rows, columns_open=columns_open)
+                keyed[id(child)] = new.train(child.training)
+            module._modules[child_name] = keyed[id(child)]
+        if _calls_functions(module) and _may_drop(module):
+            stream = KeyedStream(_nearest(name, cut), columns_open)
+            module.keyed_dropout = stream.train(module.training)
+            module.forward = KeyedForward(module, stream)
+            streams.append(stream)
+    streams += keyed.values()
+    if streams:
+        model.register_forward_pre_hook(_Begin(streams, columns_open), with_kwargs=True)
+    return len(streams)
+
+
+def set_keyed_dropout(
+    modules: Iterable[tuple[str, nn.Module]],
+    *,
+    seed: int,
+    step: int,
+    first_row: int,
+    shape: tuple[int, int] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Set the state of every dropout among `modules` for one forward; the streams are those of
+    `pyops.tensor_parallel.set_dropout`.
+
+    Args:
+        modules: (name, module), such as model.named_modules(); those without dropout by counters
+            are passed over.
+        seed: Of all streams.
+        step: Of the training; another step drops other elements.
+        first_row: The forward's first row within the step's global batch.
+        shape: (B, T) of the forward's tokens, for pyops's own layers; a model of anybody else's
+            needs none.
+        device: Of the states; None: where the last forward was, or the CPU.
+
+    Raises:
+        ValueError: One of pyops's own layers, and no shape.
+    """
+    for name, module in modules:
+        if not hasattr(module, "set_dropout_state"):
+            continue
+        if shape is None and not isinstance(module, KeyedStream):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) is one of pyops's own layers, whose dropout "
+                "goes by the tokens' shape; give shape=(B, T)"
+            )
+        dropout: Any = module
+        dropout.set_dropout_state(
+            key=key_of(seed, f"{name}@{step}"), first_row=first_row, shape=shape, device=device
+        )
+
+
+def _layers_cut_by_rows(model: nn.Module, ranks: Ranks) -> dict[str, Placement]:
+    """{name: placement of the weight} of the layers of which a rank has a part.
+
+    ValueError where they are cut over another number of ranks than the group has."""
+    found: dict[str, Placement] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RowParallelLinear):
+            if module.plan.ranks.size != ranks.size:
+                raise ValueError(
+                    f"{name} is cut over {module.plan.ranks.size} ranks, but the group has "
+                    f"{ranks.size}; give key_dropout(model, group=) the group that the model was "
+                    "made parallel over"
+                )
+            if ranks.size > 1:
+                found[name] = module.placements["weight"]
+    return found
+
+
+class _Begin:
+    """Before a forward of the whole model: its streams are told how many rows it has."""
+
+    def __init__(self, streams: list[KeyedStream], columns_open: ColumnsOpen) -> None:
+        self.streams, self.columns_open = streams, columns_open
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.columns_open.value = False  # a forward that ended in an error may have left it so
+        first = next(
+            (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0), None
+        )
+        if first is not None and module.training:
+            for stream in self.streams:
+                stream.begin(first.shape[0])
+
+
+class _Sets:
+    """A hook that notes whether the activations are a rank's columns from here on."""
+
+    def __init__(self, columns_open: ColumnsOpen, value: bool) -> None:
+        self.columns_open, self.value = columns_open, value
+
+    def __call__(self, *_: Any) -> None:
+        self.columns_open.value = self.value
+
+
+def _watch_columns(model: nn.Module, columns_open: ColumnsOpen) -> None:
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and not module.gather_output:
+            module.register_forward_hook(_Sets(columns_open, True))
+        elif isinstance(module, RowParallelLinear):
+            module.register_forward_pre_hook(_Sets(columns_open, False))
+
+
+def _nearest(name: str, cut: dict[str, Placement]) -> Placement | None:
+    """The layer that the columns of module `name` go to: within it, or within the module around it,
+    and so on, and there the least deep."""
+    parts = name.split(".") if name else []
+    for n in range(len(parts), -1, -1):
+        prefix = ".".join([*parts[:n], ""])
+        inside = [each for each in cut if each.startswith(prefix)]
+        if inside:
+            return cut[min(inside, key=lambda each: each.count("."))]
+    return None
+
+
+def _calls_functions(module: nn.Module) -> bool:
+    """Whether the code of the module's class calls torch's functions of dropout, or the attention
+    functions of transformers, which do."""
+    if hasattr(module, "set_dropout_state") or isinstance(
+        module.__dict__.get("forward"), KeyedForward
+    ):
+        return False
+    for base in type(module).__mro__:
+        # What transformers' base classes name is no forward's.
+        if base is nn.Module or base.__name__ == "PreTrainedModel":
+            return False
+        if base.__module__.startswith("torch."):
+            continue
+        for each in vars(base).values():
+            function = inspect.unwrap(getattr(each, "__func__", each))
+            names = set(getattr(getattr(function, "__code__", None), "co_names", ()))
+            if names & {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"} or (
+                "dropout" in names and names & {"functional", "F"}
+            ):
+                return True
+    return False
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Whether a probability of dropout is above 0, among the attributes of the module and of its
+    config; also where none is found."""
+    holders = [vars(module), vars(module).get("_modules", {})]
+    if hasattr(module, "config") and hasattr(module.config, "__dict__"):
+        holders.append(vars(module.config))
+    found = [
+        getattr(value, "p", value)
+        for holder in holders
+        for name, value in holder.items()
+        if "drop" in name
+    ]
+    numbers = [p for p in found if isinstance(p, int | float) and not isinstance(p, bool)]
+    return not numbers or max(numbers) > 0.0

@@ -1,0 +1,296 @@
+"""KeyedStream: which elements of a tensor fall is a function of a key and of their places in the
+global batch, whatever part of it a rank has.
+
+    rows                0 1 | 2 3 | 4 5 | 6 7      a micro-batch has those from first_row on
+    heads, or columns   h0 h1 | h2 h3              a rank of tensor parallelism has some of each row
+
+    counter of an element = its index in the tensor [all rows, all heads, ...]
+
+The masks are those of `pyops.random.dropout_mask` under the same key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pyops.flat import Placement
+from pyops.ops.layers.dropout import dropout, dropout_state
+
+__all__ = ["ColumnsOpen", "KeyedDropout", "KeyedForward", "KeyedFunctions", "KeyedStream"]
+
+
+class ColumnsOpen:
+    """Whether the activations at hand are a rank's heads or columns: so it is between a layer that
+    is cut by columns and the next one that is cut by rows.
+
+    Attributes:
+        value: True within.
+    """
+
+    def __init__(self) -> None:
+        self.value = False
+
+
+class StreamState(NamedTuple):
+    """What a stream draws next goes by."""
+
+    place: Tensor
+    """int64 [2]: the key, and the number of the first row in the batch of all ranks."""
+    num_rows: int | None
+    """How many rows the forward has; None: as many as the first dimension of each tensor."""
+
+
+class RankPart(NamedTuple):
+    """A rank's part of each row of a tensor."""
+
+    dim: int
+    """Along which the rows are cut."""
+    start: int
+    """Where the part begins."""
+    whole: int
+    """The length of the whole."""
+
+
+class KeyedStream(nn.Module):
+    """The random numbers of one module's dropout. It has neither parameters nor buffers, so that a
+    module of anybody's can have it as a child and keeps its state_dict.
+
+    Args:
+        rows: Of the weight of the layer, cut by rows, that the module's heads or columns go to.
+            None: every rank has all of them.
+        columns_open: Of the model; needed with `rows`.
+
+    Attributes:
+        state: None before it is set. Each call puts another in its place, with the next key: a
+            module that is called twice draws two masks, and a second forward with the old state
+            draws both again.
+    """
+
+    state: StreamState | None
+
+    def __init__(
+        self, rows: Placement | None = None, columns_open: ColumnsOpen | None = None
+    ) -> None:
+        super().__init__()
+        self.rows, self.columns_open = rows, columns_open
+        # No buffer: those are broadcast by some wrappers, and other ranks have other rows.
+        self.state = None
+
+    def set_dropout_state(
+        self,
+        *,
+        key: int,
+        first_row: int,
+        shape: tuple[int, ...] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Set the dropout of the next forward.
+
+        Args:
+            key: Of the random numbers.
+            first_row: The first of the forward's rows in the batch of all ranks.
+            shape: Not needed: each tensor has its own.
+            device: Of the state; None: where the last forward was.
+        """
+        if device is None and self.state is not None:
+            device = self.state.place.device
+        self.state = StreamState(dropout_state(key, first_row, device=device), None)
+
+    def begin(self, num_rows: int) -> None:
+        """Note how many rows the forward at hand has.
+
+        Args:
+            num_rows: As the model is given them; its modules may see [num_rows * tokens, ...].
+        """
+        if self.state is not None:
+            self.state = StreamState(self.state.place, num_rows)
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        """keep / (1 - p) * x.
+
+        Args:
+            x: [rows, ...], or this rank's heads [rows, heads, ...] or columns [..., columns].
+            p: Probability with which an element is dropped.
+
+        Raises:
+            RuntimeError: No state was set.
+        """
+        if x.is_meta:  # a placeholder asks for the shape alone
+            return x
+        if self.state is None:
+            raise RuntimeError(
+                "this dropout has no state: call set_keyed_dropout(...) before each forward, or "
+                "model.eval()"
+            )
+        part = self._part(x)
+        dim, start, whole = part or RankPart(1, 0, 0)
+        row = math.prod(x.shape[dim:])
+        stride = row if part is None else row // max(x.shape[dim], 1) * whole
+        row_of_batch = _per_row(x, math.prod(x.shape[:dim]) * stride, self.state.num_rows)
+        key, first_row = self.state.place.to(x.device)
+        first = first_row * row_of_batch + start * math.prod(x.shape[dim + 1 :])
+        self.state = StreamState(torch.stack((key + 1, first_row)), self.state.num_rows)
+        return dropout(
+            x, p=p, state=torch.stack((key, first)), row=max(row, 1), row_stride=max(stride, 1)
+        )
+
+    def _part(self, x: Tensor) -> RankPart | None:
+        """Which part of each row x is; None for all of it."""
+        if self.rows is None or self.columns_open is None or not self.columns_open.value:
+            return None
+        length, dim = self.rows.length, self.rows.dim
+        assert dim is not None
+        whole = self.rows.global_shape[dim]
+        if x.dim() == 4 and length % x.shape[1] == 0:
+            width = length // x.shape[1]
+            return RankPart(1, self.rows.start // width, whole // width)
+        if x.shape[-1] == length:
+            return RankPart(x.dim() - 1, self.rows.start, whole)
+        return None
+
+
+def _per_row(x: Tensor, whole: int, num_rows: int | None) -> int:
+    """How many of the `whole` elements, with those of other ranks, one row of the batch has."""
+    if num_rows is not None and x.shape[0] != num_rows:
+        if x.shape[0] == 1:  # one for all rows, such as positions
+            return 0
+        if x.shape[0] % num_rows == 0:  # tokens
+            return whole // num_rows
+    return whole // max(x.shape[0], 1)
+
+
+class KeyedDropout(KeyedStream):
+    """forward(x) -> dropout(x), in the place of a torch.nn.Dropout.
+
+    Args:
+        p: Probability with which an element is dropped.
+        rows, columns_open: See `KeyedStream`.
+    """
+
+    def __init__(
+        self,
+        p: float,
+        *,
+        rows: Placement | None = None,
+        columns_open: ColumnsOpen | None = None,
+    ) -> None:
+        super().__init__(rows, columns_open)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """dropout(x) in train mode; x itself in eval mode.
+
+        Args:
+            x: [rows, ...].
+        """
+        return self.drop(x, self.p) if self.training and self.p > 0.0 else x
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class DropoutCall(NamedTuple):
+    """The arguments of torch.nn.functional.dropout, in their order."""
+
+    input: Tensor
+    p: float = 0.5
+    training: bool = True
+    inplace: bool = False
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of torch's scaled_dot_product_attention, in their order."""
+
+    query: Tensor
+    """[B, H, T, K]."""
+    key: Tensor
+    """[B, G, S, K], where H is a multiple of G with enable_gqa, and else equal to it."""
+    value: Tensor
+    """[B, G, S, V]."""
+    attn_mask: Tensor | None = None
+    """bool, True where a key is seen, or numbers that are added to the scores."""
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+class KeyedFunctions(TorchFunctionMode):
+    """Within, torch.nn.functional.dropout and the dropout of scaled_dot_product_attention draw from
+    a stream. All other calls, and these two with a probability of 0, are torch's own.
+
+    Args:
+        stream: Where they draw from.
+    """
+
+    def __init__(self, stream: KeyedStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.dropout:
+            call = DropoutCall(*args, **kwargs)
+            if call.training and call.p > 0.0:
+                return self.stream.drop(call.input, call.p)
+        elif func is functional.scaled_dot_product_attention:
+            attention = AttentionCall(*args, **kwargs)
+            if attention.dropout_p > 0.0:
+                return _attention(self.stream, attention)
+        return func(*args, **kwargs)
+
+
+class KeyedForward:
+    """Stands in for a module's forward: in train mode it runs within `KeyedFunctions`.
+
+    Args:
+        module: Whose forward it is.
+        stream: Where it draws from.
+    """
+
+    def __init__(self, module: nn.Module, stream: KeyedStream) -> None:
+        # As of a method: recomputation finds the module, and inspect.signature the arguments.
+        self.__self__ = module
+        self.__wrapped__ = module.forward
+        self.stream = stream
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.__self__.training:
+            return self.__wrapped__(*args, **kwargs)
+        with KeyedFunctions(self.stream):
+            return self.__wrapped__(*args, **kwargs)
+
+
+def _attention(stream: KeyedStream, call: AttentionCall) -> Tensor:
+    """What torch's function would give, with weights that are made explicitly: [B, H, T, V]."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    if call.enable_gqa:
+        key, value = (
+            x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
+        )
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    # The softmax is computed in fp32 at least, and kept for backward in 16 bits.
+    scores = (query @ key.transpose(-1, -2) * scale).to(
+        torch.promote_types(query.dtype, torch.float32)
+    )
+    if call.is_causal:
+        T, S = scores.shape[-2:]
+        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril()
+    seen = mask if mask is not None and mask.dtype == torch.bool else None
+    if seen is not None:
+        # The smallest number in place of -inf: a query that sees nothing gives zeros, no NaN.
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(dim=-1)
+    if seen is not None:
+        weights = weights.masked_fill(~seen, 0.0)
+    return stream.drop(weights.to(value.dtype), call.dropout_p) @ value

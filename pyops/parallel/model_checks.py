@@ -1,0 +1,94 @@
+"""What `parallelize` refuses before it changes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from pyops.parallel.plan import ParallelPlan
+
+__all__ = ["check_model", "check_optimizer"]
+
+WRAPPERS = (DataParallel, DistributedDataParallel)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what can't make the optimizer of some parameters.
+
+    Raises:
+        TypeError: It is an optimizer that is made already, or can't be called.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer is a {name} that is made already, of parameters that are about to be "
+            f"shared out; give what makes it: lambda params: {name}(params, lr=1e-4)"
+        )
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; give what makes it of a list of parameters: "
+            "lambda params: pyops.optim.AdamW(params, lr=1e-4)"
+        )
+
+
+def check_model(model: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse a model that can't be shared out.
+
+    Args:
+        model: As given, or as made from a folder.
+        plan: How it is to be shared out.
+
+    Raises:
+        ValueError: It is wrapped, shared out already, on a device, or has nothing to train.
+    """
+    name = type(model).__name__
+    if isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod") or _is_fsdp(model):
+        raise ValueError(
+            f"the model is wrapped in {name}; give the module within it, which parallelize shares "
+            "out itself"
+        )
+    if any(getattr(module, "placements", None) for module in model.modules()):
+        raise ValueError(
+            "the model was cut by tensor parallelism already; give it as transformers makes it, "
+            "and the cut by ParallelPlan(tp=...)"
+        )
+    if any(hasattr(p, "part_of") or hasattr(p, "flat_layout") for p in model.parameters()):
+        raise ValueError(
+            "the model belongs to another trainer or ZeroOptimizer; make a new one for this trainer"
+        )
+    devices = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+    if devices:
+        raise ValueError(
+            f"the model is on {', '.join(sorted(devices))} already, whole; give it on the CPU or a "
+            "folder, and parallelize(device=...)"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"no parameter of {name} requires a gradient: there is nothing to train; unfreeze some "
+            "(requires_grad_(True))"
+        )
+    if plan.sequence_parallel and plan.tp == 1:
+        raise ValueError(
+            "sequence_parallel is True, but tp is 1: there are no ranks to share the tokens; set "
+            "tp to 2 or more, or sequence_parallel to False"
+        )
+    if plan.sequence_parallel:
+        _check_sequence_parallel(model)
+
+
+def _check_sequence_parallel(model: nn.Module) -> None:
+    """ValueError for dropout between the layers, whose tensors are rows of a rank's tokens."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"sequence_parallel is True, but {name} drops with p {module.p} from tokens of "
+                "which a rank has a part; set the dropout of the model's config to 0, or "
+                "sequence_parallel to False"
+            )
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    return any("FSDP" in kind.__name__ for kind in type(model).__mro__)

@@ -1,0 +1,443 @@
+"""Trainer: a model that was shared out by a plan, trained, evaluated, saved and read back as if it
+were in one place.
+
+    step(batch)   rows of this copy of the model -> forward, backward -> gradients summed over the
+                  copies, clipped -> optimizer -> the mean loss of the rows of all copies
+
+Every rank calls the same methods in the same order. Ranks of one copy (of one "dp" coordinate) give
+the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops import checkpoint
+from pyops.comm.agreement import gather, ranks_agree
+from pyops.mesh import ALONE, Mesh, ProcessGroupLike
+from pyops.parallel.batches import (
+    BatchShare,
+    accepted_names,
+    check_batch,
+    microbatches,
+    model_arguments,
+    share_of,
+)
+from pyops.parallel.generation import GenerationOptions, KeptKeys, generate_tokens
+from pyops.parallel.keyed_dropout import set_keyed_dropout
+from pyops.parallel.losses import CountedLoss
+from pyops.parallel.plan import ParallelPlan
+from pyops.parallel.stages.staged_model import StagedModel
+from pyops.zero import ZeroOptimizer
+
+__all__ = ["Trainer", "TrainerParts"]
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """What `parallelize` has made; each part is usable by itself."""
+
+    model: nn.Module
+    """This rank's part of the model; with a pipeline that of its stages."""
+
+    optimizer: ZeroOptimizer
+    """Of this rank's parameters."""
+
+    mesh: Mesh
+    """The ranks."""
+
+    plan: ParallelPlan
+    """As given."""
+
+    loss: CountedLoss
+    """(sum, count) of rows."""
+
+    staged: StagedModel | None
+    """The pipeline; None without one."""
+
+    save_folder: Callable[[Path], None]
+    """Writes the model as a Hugging Face folder."""
+
+    seed: int
+    """Of the dropout."""
+
+
+class Trainer:
+    """Made by `pyops.parallel.parallelize`.
+
+    Args:
+        parts: What the trainer is made of.
+
+    Attributes:
+        parts: The same, for those who want the loop: `parts.model`, `parts.optimizer`,
+            `parts.staged`, `parts.mesh`.
+        num_steps: How many steps were taken, skipped ones included.
+        grad_norm: Of the last step, before clipping; None without max_grad_norm.
+        skipped: Steps that changed nothing, since the loss or a gradient was not finite.
+    """
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
+        self.num_steps, self.skipped = 0, 0
+        self.grad_norm: float | None = None
+        self._accepted = accepted_names(parts.model)
+        self._dropouts = [
+            (name, module)
+            for name, module in parts.model.named_modules()
+            if hasattr(module, "set_dropout_state")
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.parts.model
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        """An ordinary torch.optim.Optimizer, for a learning-rate scheduler, say."""
+        return self.parts.optimizer
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks: `mesh.rank("dp")` says which rows this rank should read."""
+        return self.parts.mesh
+
+    @property
+    def _dp(self) -> ProcessGroupLike:
+        return self.mesh.group("dp") or ALONE
+
+    # ----------------------------------------------------------------------------------------------
+    # training
+
+    def step(self, batch: Mapping[str, Any]) -> float:
+        """Take one optimizer step. A collective.
+
+        Args:
+            batch: {name of an argument of the model: tensor [rows, ...]}, and "labels" or what else
+                the loss needs: the rows of this copy of the model. Other copies may have other
+                numbers of rows.
+
+        Returns:
+            The mean loss over the terms of the rows of all copies, such as nats per token.
+
+        Raises:
+            ValueError: On every rank and before anything is changed, for a batch that some rank
+                can't use.
+        """
+        share, batch = self._shared(batch)
+        if not share.count > 0:
+            raise ValueError(
+                f"the loss has nothing to count in the {share.all_rows} rows of this step: all "
+                "labels are -100; leave such rows out"
+            )
+        self.model.train()
+        total = self._differentiate(batch, share)
+        total = self._over_copies(total)
+        self._update(math.isfinite(total))
+        self.num_steps += 1
+        return total / share.count
+
+    def _shared(self, batch: Any) -> tuple[BatchShare, dict[str, Any]]:
+        """What this rank has of the global batch, and its rows, padded where the pipeline, or a
+        copy without rows, needs more."""
+        with ranks_agree():
+            check_batch(batch, self._accepted)
+        batch = self._with_decoder_inputs(dict(batch))
+        share = share_of(batch, self.parts.loss, self._dp)
+        assert share is not None
+        return share, self._padded(batch, share)
+
+    def _padded(self, batch: dict[str, Any], share: BatchShare) -> dict[str, Any]:
+        parts = self.parts.plan.microbatches
+        least = parts if self.parts.staged is not None else 1
+        if share.rows >= least:
+            return batch
+        return self.parts.loss.padded(batch, least)
+
+    def _with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """For a model of an encoder and a decoder: the decoder's input is made of the labels."""
+        make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+        lacking = "decoder_input_ids" in self._accepted and "decoder_input_ids" not in batch
+        if make is None or not lacking or "labels" not in batch:
+            return batch
+        return {**batch, "decoder_input_ids": make(labels=batch["labels"])}
+
+    def _differentiate(self, batch: dict[str, Any], share: BatchShare) -> float:
+        """Forward and backward of this copy's rows: the sum of their losses."""
+        optimizer, loss = self.optimizer, self.parts.loss
+        scale = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.scale
+        scale /= share.count
+        if self.parts.staged is not None:
+            return self._differentiate_stages(batch, share, scale)
+        total, row = 0.0, share.first_row
+        several = microbatches(batch, self.parts.plan.num_microbatches)
+        for number, rows in enumerate(several):
+            self._key_dropout(row)
+            row += _num_rows(rows)
+            last = number + 1 == len(several)
+            with nullcontext() if last else optimizer.no_sync():
+                outputs = self.model(**model_arguments(rows, self._accepted))
+                summed = loss.sum(outputs, rows)
+                (summed * scale).backward()
+            total += float(summed.detach())
+        return total
+
+    def _differentiate_stages(
+        self, batch: dict[str, Any], share: BatchShare, scale: float
+    ) -> float:
+        staged = self.parts.staged
+        assert staged is not None
+        starts = [share.first_row]
+        for rows in microbatches(batch, self.parts.plan.microbatches):
+            starts.append(starts[-1] + _num_rows(rows))
+        staged.before_forward = lambda number: self._key_dropout(starts[number])
+        arguments = model_arguments(batch, self._accepted)
+        with self.optimizer.no_sync():
+            total = staged.step(arguments, batch, rows=_num_rows(batch), scale=scale)
+        return float(total)
+
+    def _key_dropout(self, first_row: int) -> None:
+        if self._dropouts:
+            set_keyed_dropout(
+                self._dropouts,
+                seed=self.parts.seed,
+                step=self.num_steps,
+                first_row=first_row,
+            )
+
+    def _over_copies(self, total: float) -> float:
+        """The sum over the copies of the model, in their order."""
+        return math.fsum(gather(total, group=self._dp))
+
+    def _update(self, finite: bool) -> None:
+        optimizer = self.optimizer
+        if finite:
+            optimizer.step()
+            norm = optimizer.grad_norm
+            self.grad_norm = None if norm is None else float(norm)
+        if not finite or (self.grad_norm is not None and not math.isfinite(self.grad_norm)):
+            self.skipped += 1
+        optimizer.zero_grad()
+
+    # ----------------------------------------------------------------------------------------------
+    # evaluation
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Mapping[str, Any]]) -> float:
+        """The mean loss over the terms of all rows of all batches and copies, without dropout. A
+        collective; the copies may have different numbers of batches. Parameters, mode and random
+        states stay as they were.
+
+        Args:
+            batches: As for `step`.
+
+        Raises:
+            ValueError: On every rank, where nothing counts or a batch can't be used.
+        """
+        total, count = 0.0, 0.0
+        with self._evaluating():
+            for batch, share in self._in_step(batches):
+                total += self._sum_of(batch)
+                count += share.count
+        total = self._over_copies(total)
+        if not count > 0:
+            raise ValueError("the batches have nothing that the loss counts")
+        return total / count
+
+    def _in_step(
+        self, batches: Iterable[Mapping[str, Any]]
+    ) -> Iterator[tuple[dict[str, Any], BatchShare]]:
+        """The batches, as long as any copy has one: a copy whose batches have ended takes part with
+        rows that do not count, for at ZeRO stage 3 the others need its parameters."""
+        iterator, previous = iter(batches), None
+        while True:
+            batch = next(iterator, None)
+            with ranks_agree():
+                if batch is not None:
+                    check_batch(batch, self._accepted)
+            if batch is not None:
+                previous = batch = self._with_decoder_inputs(dict(batch))
+            share = share_of(batch, self.parts.loss, self._dp)
+            if share is None:
+                return
+            if batch is None:
+                if previous is None:
+                    raise ValueError("this copy of the model has no batch at all to evaluate")
+                batch = {
+                    name: value[:0] if isinstance(value, Tensor) and value.dim() else value
+                    for name, value in previous.items()
+                }
+            yield self._padded(batch, share), share
+
+    def _sum_of(self, batch: dict[str, Any]) -> float:
+        arguments = model_arguments(batch, self._accepted)
+        if self.parts.staged is not None:
+            staged = self.parts.staged
+            return float(staged.evaluate(arguments, batch, rows=_num_rows(batch)))
+        total = 0.0
+        for rows in microbatches(batch, self.parts.plan.num_microbatches):
+            outputs = self.model(**model_arguments(rows, self._accepted))
+            total += float(self.parts.loss.sum(outputs, rows))
+        return total
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was = self.model.training
+        self.model.eval()
+        if self.parts.staged is not None:
+            self.parts.staged.before_forward = lambda number: None
+        try:
+            yield
+        finally:
+            self.model.train(was)
+
+    @torch.no_grad()
+    def generate(self, prompt: Mapping[str, Tensor] | Tensor, **options: Any) -> Tensor:
+        """Continue texts with a causal language model. A collective: the ranks of one copy of the
+        model give the same prompt. Each layout gives the same tokens.
+
+        Args:
+            prompt: Tokens [rows, T]; or {"input_ids": ..., "attention_mask": ...}, where shorter
+                rows are padded on the left.
+            options: Fields of `GenerationOptions`: max_new_tokens=20, temperature=0.0, top_k=0,
+                seed=0, eos_token_id=None, pad_token_id=0.
+
+        Returns:
+            The tokens [rows, T + n], prompt included, on every rank.
+
+        Raises:
+            ValueError, TypeError: On every rank, for a prompt or options that make no sense, or a
+                model that does not predict the next token.
+        """
+        with ranks_agree():
+            given = _checked_prompt(prompt, self.model, self.parts.loss)
+            chosen = GenerationOptions(**options)
+            chosen.validate()
+        keeps = "past_key_values" in self._accepted and hasattr(self.model, "config")
+        staged = self.parts.staged
+        stages = None if staged is None else staged.own_blocks
+        num_blocks = 0 if staged is None else len(staged.names)
+        kept = KeptKeys(self.model, stages, num_blocks) if keeps else None
+        rows = [len(given["input_ids"])] if self.mesh.size("dp") > 1 else [0]
+        first_row = sum(gather(rows[0], group=self._dp)[: self.mesh.rank("dp")])
+        with self._evaluating(), self.optimizer.whole_parameters():
+            return generate_tokens(self._logits, given, chosen, kept=kept, first_row=first_row)
+
+    def _logits(self, arguments: dict[str, Any]) -> Tensor:
+        if self.parts.staged is not None:
+            return self.parts.staged.logits(arguments)
+        found: Tensor = self.model(**arguments)["logits"]
+        return found
+
+    # ----------------------------------------------------------------------------------------------
+    # checkpoints
+
+    def save(self, folder: Path | str, **more: Any) -> None:
+        """Write a checkpoint that a trainer of any plan can load. A collective. The folder is whole
+        or not there.
+
+        Args:
+            folder: The checkpoint.
+            more: What else belongs to it, such as the place in the data: numbers, strings, tensors
+                and nested lists and dicts of them, the same on every rank.
+        """
+        state = {
+            "num_steps": self.num_steps,
+            "skipped": self.skipped,
+            "model": self.optimizer.model_state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "loss_scale": None
+            if self.optimizer.loss_scale is None
+            else self.optimizer.loss_scale.state_dict(),
+            "groups": [
+                {key: value for key, value in group.items() if _is_plain(value)}
+                for group in self.optimizer.param_groups
+            ],
+            "more": more,
+        }
+        checkpoint.save(folder, state)
+
+    def load(self, folder: Path | str) -> dict[str, Any]:
+        """Go on from a checkpoint, of any plan: parameters, optimizer states, learning rates, step.
+        A collective.
+
+        Args:
+            folder: The checkpoint.
+
+        Returns:
+            What `save` was given as `more`.
+
+        Raises:
+            CheckpointError: The folder is missing or damaged.
+            ValueError: It is of another model.
+        """
+        state, _ = checkpoint.load(folder, lazy=True)
+        optimizer = self.optimizer
+        optimizer.load_model_state_dict(state["model"])
+        groups = optimizer.state_dict()["param_groups"]
+        for own, saved in zip(groups, state["groups"], strict=True):
+            own.update(saved)
+        optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        if state["loss_scale"] is not None and optimizer.loss_scale is not None:
+            optimizer.loss_scale.load_state_dict(state["loss_scale"])
+        self.num_steps, self.skipped = state["num_steps"], state["skipped"]
+        more: dict[str, Any] = state["more"]
+        return more
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the model as a Hugging Face folder, which `from_pretrained` of transformers reads.
+        A collective.
+
+        Args:
+            folder: Where; an older folder there is replaced when the new one is whole.
+        """
+        with self.optimizer.whole_parameters():
+            self.parts.save_folder(Path(folder))
+
+
+def _checked_prompt(prompt: Any, model: nn.Module, loss: CountedLoss) -> dict[str, Tensor]:
+    """The prompt by name.
+
+    Raises:
+        ValueError, TypeError: It can't be continued.
+    """
+    given = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
+    if unknown := set(given) - {"input_ids", "attention_mask"}:
+        raise ValueError(
+            f"generate: the prompt has {sorted(unknown)[0]!r}; give input_ids, and attention_mask "
+            "where rows are padded"
+        )
+    tokens = given.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+        shape = list(tokens.shape) if isinstance(tokens, Tensor) else tokens
+        raise ValueError(f"generate: the prompt is {shape}; give tokens [rows, T], T >= 1")
+    if not getattr(loss, "shifts", False):
+        raise ValueError(
+            f"generate: {type(model).__name__} does not predict the token that follows; only "
+            "causal language models do"
+        )
+    mask = given.get("attention_mask")
+    if mask is not None and (mask.shape != tokens.shape or not bool((mask[:, -1] == 1).all())):
+        raise ValueError(
+            "generate: attention_mask must have the shape of input_ids, and end with 1 in each "
+            "row: pad on the left"
+        )
+    return given
+
+
+def _num_rows(batch: Mapping[str, Any]) -> int:
+    return len(next(v for v in batch.values() if isinstance(v, Tensor) and v.dim()))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) or (
+        isinstance(value, tuple | list) and all(isinstance(each, int | float) for each in value)
+    )

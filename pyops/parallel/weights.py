@@ -1,0 +1,81 @@
+"""ModelSource: where a model's values come from, a module or a Hugging Face folder, and how they go
+back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pyops.comm.agreement import ranks_agree
+from pyops.hub.pretrained import PretrainedWeights, empty_model, save_pretrained
+from pyops.mesh import Mesh
+
+__all__ = ["ModelSource"]
+
+
+class ModelSource:
+    """A model, and what fills its parameters.
+
+    Args:
+        model: The whole model; that of a folder is on the meta device.
+        weights: Of the folder; None where the model has its values.
+        folder: Where it came from.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: PretrainedWeights | None, folder: Path | None
+    ) -> None:
+        self.model, self._weights, self.folder = model, weights, folder
+        self._problem: Exception | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> ModelSource:
+        """Of what `parallelize` was given.
+
+        Raises:
+            TypeError: It is neither a module nor a folder.
+            HubError: The folder can't be read.
+        """
+        if isinstance(model, nn.Module):
+            return cls(model, None, None)
+        if not isinstance(model, Path | str):
+            raise TypeError(
+                f"model is a {type(model).__name__}; give a torch.nn.Module, or a folder that "
+                "save_pretrained of transformers wrote"
+            )
+        made = empty_model(model)
+        weights = PretrainedWeights(model)
+        weights.check(made)
+        return cls(made, weights, Path(model))
+
+    @property
+    def fill(self) -> Any:
+        """Gives one module its values once it has memory; None where it has them."""
+        return None if self._weights is None else self._fill
+
+    def _fill(self, module: nn.Module) -> None:
+        """An error is kept for `finish`: the other ranks wait for this one meanwhile."""
+        assert self._weights is not None
+        try:
+            self._weights.fill(module)
+        except Exception as error:
+            self._problem = self._problem or error
+
+    def finish(self) -> None:
+        """After the last module. A collective.
+
+        Raises:
+            HubError: On every rank, for what could not be read on any.
+        """
+        with ranks_agree():
+            if self._weights is not None and self._problem is None:
+                self._weights.fill_buffers(self.model)
+                self._weights.close()
+            if self._problem is not None:
+                raise self._problem
+
+    def save(self, folder: Path, mesh: Mesh) -> None:
+        """Write the model, as it is shared out, as a Hugging Face folder. A collective."""
+        save_pretrained(self.model, folder, mesh=mesh, tokenizer_from=self.folder)

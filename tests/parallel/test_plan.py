@@ -1,0 +1,101 @@
+"""What a plan refuses, with the option and its value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
+from pyops.zero import ZeroConfig
+from tests.parallel.tiny_transformers import make_model
+
+pytestmark = pytest.mark.cpu_only
+
+REFUSED = {
+    "tp": (ParallelPlan(tp=0), ("tp", "0")),
+    "pp": (ParallelPlan(pp=True), ("pp", "True")),
+    "dp": (ParallelPlan(dp=-1), ("dp", "-1")),
+    "microbatches": (ParallelPlan(num_microbatches=0), ("num_microbatches", "0")),
+    "precision": (ParallelPlan(precision="fp8"), ("precision", "fp8", "bf16")),
+    "recompute": (ParallelPlan(recompute="blocks.*"), ("recompute", "blocks.*")),  # type: ignore[arg-type]
+    "schedule": (
+        ParallelPlan(pp=2, pipeline=PipelineOptions("2f2b")),
+        ("schedule", "2f2b", "1f1b"),
+    ),
+    "stages": (
+        ParallelPlan(pp=2, pipeline=PipelineOptions(stages_per_rank=2)),
+        ("stages_per_rank", "1f1b", "interleaved"),
+    ),
+    "no pipeline": (ParallelPlan(pipeline=PipelineOptions("gpipe")), ("pp is 1", "gpipe")),
+    "two ways": (ParallelPlan(pp=2, num_microbatches=3), ("num_microbatches", "3")),
+    "zero with pp": (ParallelPlan(pp=2, zero=ZeroConfig(stage=2)), ("zero.stage", "2")),
+    "zero option": (ParallelPlan(zero=ZeroConfig(stage=5)), ("zero.stage", "5")),
+    "clipping twice": (
+        ParallelPlan(zero=ZeroConfig(max_grad_norm=1.0)),
+        ("max_grad_norm", "ParallelPlan"),
+    ),
+    "reduction": (ParallelPlan(zero=ZeroConfig(reduction="sum")), ("reduction", "sum")),
+    "sequences and stages": (
+        ParallelPlan(tp=2, pp=2, sequence_parallel=True),
+        ("sequence_parallel", "pp 2"),
+    ),
+    "norm": (ParallelPlan(max_grad_norm=0.0), ("max_grad_norm", "0.0")),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_plan_that_makes_no_sense_is_refused(name):
+    plan, words = REFUSED[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        plan.validate()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_mesh_of_a_plan():
+    assert ParallelPlan(tp=2, pp=2).axes(8).degrees() == {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
+    assert ParallelPlan(dp=3).axes(3).size == 3
+    for plan, ranks in ((ParallelPlan(tp=2), 3), (ParallelPlan(dp=2), 4)):
+        with pytest.raises(ValueError, match=f"{ranks} run"):
+            plan.axes(ranks)
+
+
+def test_two_microbatches_for_each_rank_where_nothing_is_said():
+    plan = ParallelPlan(pp=2)
+    assert plan.microbatches == plan.schedule().num_microbatches == 4
+    assert ParallelPlan(num_microbatches=3).microbatches == 3
+    assert ParallelPlan(pp=2, pipeline=PipelineOptions("zbv")).num_stages == 4
+
+
+def test_parallelize_refuses_what_is_no_model_plan_or_optimizer():
+    layer = torch.nn.Linear(2, 2)
+    for arguments, words in (
+        ({"model": 3, "optimizer": torch.optim.AdamW}, ("model", "int")),
+        ({"model": layer, "plan": 2, "optimizer": torch.optim.AdamW}, ("plan", "2")),
+        ({"model": layer, "optimizer": 3}, ("optimizer", "3")),
+        (
+            {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=1.0)},
+            ("SGD", "made already"),
+        ),
+        (
+            {"model": layer.requires_grad_(False), "optimizer": torch.optim.AdamW},
+            ("nothing to train",),
+        ),
+        (
+            {"model": torch.nn.DataParallel(torch.nn.Linear(2, 2)), "optimizer": torch.optim.AdamW},
+            ("wrapped", "DataParallel"),
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            parallelize(**arguments)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+def of_dropout(rank: int, group: object) -> str:
+    plan = ParallelPlan(tp=2, sequence_parallel=True)
+    with pytest.raises(ValueError, match="sequence_parallel") as caught:
+        parallelize(make_model("gpt2", resid_pdrop=0.1), plan, optimizer=torch.optim.AdamW)
+    return str(caught.value)
+
+
+def test_dropout_between_layers_is_refused_under_sequence_parallelism(world):
+    assert all("p 0.1" in said for said in world(2).run(of_dropout))

@@ -1,0 +1,129 @@
+"""Training by a plan has the losses of plain transformers and torch.optim.AdamW on one process."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pyops.optim import AdamW
+from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
+from pyops.zero import ZeroConfig
+from tests.parallel.tiny_transformers import batch_for, make_model
+
+pytestmark = pytest.mark.cpu_only
+
+STEPS, ROWS, LR = 20, 8, 3e-3
+DROPOUT: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.2},
+    "llama tied": {"attention_dropout": 0.2},
+    "qwen3": {"attention_dropout": 0.2},
+    "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
+    "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.1},
+    "t5": {"dropout_rate": 0.2},
+    "vit": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.1},
+}
+NO_DROPOUT = {name: dict.fromkeys(options, 0.0) for name, options in DROPOUT.items()}
+PLANS = {
+    "dp 2": (2, ParallelPlan()),
+    "dp 2, zero 1": (2, ParallelPlan(zero=ZeroConfig(stage=1), num_microbatches=2)),
+    "dp 2, zero 3": (2, ParallelPlan(zero=ZeroConfig(stage=3))),
+    "tp 2": (2, ParallelPlan(tp=2, num_microbatches=3)),
+    "pp 2": (2, ParallelPlan(pp=2, pipeline=PipelineOptions(num_microbatches=4))),
+    "pp 2, interleaved": (
+        2,
+        ParallelPlan(pp=2, pipeline=PipelineOptions("interleaved", stages_per_rank=2)),
+    ),
+    "pp 2, zbv": (2, ParallelPlan(pp=2, pipeline=PipelineOptions("zbv", recompute="always"))),
+    "pp 2, zb1p": (2, ParallelPlan(pp=2, pipeline=PipelineOptions("zb1p"))),
+    "tp 2 x pp 2": (4, ParallelPlan(tp=2, pp=2)),
+    "tp 2, sequence parallel": (2, ParallelPlan(tp=2, sequence_parallel=True)),
+    "dp 2, recompute": (2, ParallelPlan(recompute=("model.layers.*",), num_microbatches=2)),
+    "pp 2, recompute": (2, ParallelPlan(pp=2, recompute=("model.layers.*",))),
+    "pp 2 x dp 2, zero 1": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=1))),
+    "tp 2 x dp 2, zero 1": (4, ParallelPlan(tp=2, zero=ZeroConfig(stage=1))),
+}
+
+
+def rows_for(name: str, step: int) -> dict[str, Tensor]:
+    return batch_for(name, rows=ROWS, seed=100 + step)
+
+
+def own_rows(batch: dict[str, Tensor], index: int, copies: int) -> dict[str, Tensor]:
+    """Uneven shares: the first copy has more."""
+    ends = [0, 5, ROWS] if copies == 2 else [0, ROWS]
+    return {key: value[ends[index] : ends[index + 1]] for key, value in batch.items()}
+
+
+@cache
+def plain(name: str) -> list[float]:
+    """The losses of transformers and torch.optim.AdamW, without dropout."""
+    model = make_model(name, **NO_DROPOUT[name]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    shifts, losses = name not in ("bert", "t5", "vit"), []
+    for step in range(STEPS):
+        batch = rows_for(name, step)
+        labels = batch.pop("labels")
+        if name == "t5":
+            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+        logits = model(**batch).logits
+        if shifts:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] - losses[-1] > 0.02, "nothing is learnt"
+    return losses
+
+
+def train(name: str, plan: ParallelPlan, config: dict[str, Any], *, steps: int = STEPS) -> Any:
+    model = make_model(name, **config)
+    trainer = parallelize(model, plan, optimizer=partial(AdamW, lr=LR), seed=7)
+    index, copies = trainer.mesh.rank("dp"), trainer.mesh.size("dp")
+    return [trainer.step(own_rows(rows_for(name, step), index, copies)) for step in range(steps)]
+
+
+def train_on_rank(rank: int, group: object, *args: Any) -> Any:
+    return train(*args)
+
+
+@cache
+def alone(name: str) -> list[float]:
+    """The losses of one process, with dropout."""
+    return train(name, ParallelPlan(), DROPOUT[name])
+
+
+def close(a: list[float], b: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(DROPOUT))
+def test_one_process_has_the_losses_of_plain_torch(name):
+    close(train(name, ParallelPlan(), NO_DROPOUT[name]), plain(name))
+
+
+CASES = [
+    *[("llama", plan) for plan in PLANS],
+    *[(name, "tp 2 x pp 2") for name in DROPOUT if name != "llama"],
+    *[(name, "pp 2, interleaved") for name in ("llama tied", "t5", "gpt2")],
+    ("t5", "pp 2, zbv"),
+    ("gpt2", "dp 2, zero 3"),
+    ("bert", "pp 2 x dp 2, zero 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_losses_do_not_depend_on_the_layout(name, plan, world):
+    ranks, chosen = PLANS[plan]
+    found = world(ranks).run(train_on_rank, name, chosen, DROPOUT[name])
+    for losses in found:
+        close(losses, alone(name))
+    assert max(abs(a - b) for a, b in zip(alone(name), plain(name), strict=True)) > 1e-3, (
+        "dropout drops nothing"
+    )
