@@ -1,4 +1,5 @@
-"""RunSections: the sections of a run's configuration, before it is checked that they go together."""
+"""RunSections: the sections of a run's configuration, of which nobody has checked that they go
+together."""
 
 from __future__ import annotations
 

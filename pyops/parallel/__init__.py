@@ -12,7 +12,9 @@
 | trainer.py | Trainer: step, evaluate, save, load, save_pretrained |
 | losses.py | losses as (sum, count), divided once |
 | batches.py | which rows of a step are whose |
-| keyed_dropout.py | dropout whose masks are the same on every layout |
+| keyed_dropout.py, keyed_stream.py | dropout whose masks are the same on every layout |
+| generation.py | tokens that follow a prompt |
+| weights.py | where a model's values come from, and how they go back |
 | stages | a model that was not written for a pipeline, cut between its blocks |
 """
 
@@ -29,6 +31,6 @@ __all__ = ["ParallelPlan", "PipelineOptions", "Trainer", "parallelize"]
 def __getattr__(name: str) -> object:
     if name == "ParallelConfig":  # where it was before there was this subpackage
         raise ImportError(
-            "pyops.parallel.ParallelConfig has a new place: pyops.config.ParallelConfig", name=name
+            "ParallelConfig is not here any more: pyops.config.ParallelConfig", name=name
         )
     raise missing_attribute(__name__, name)

@@ -28,7 +28,7 @@ from pyops.comm.agreement import on_first_rank, ranks_agree
 from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.parallel.batches import accepted_names
 from pyops.parallel.keyed_dropout import key_dropout
-from pyops.parallel.losses import loss_of
+from pyops.parallel.losses import CountedLoss, loss_of
 from pyops.parallel.model_checks import check_model, check_optimizer
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.block_lists import find_block_lists
@@ -38,6 +38,7 @@ from pyops.parallel.stages.staged_model import StagedModel, StagePlan, stage_bou
 from pyops.parallel.trainer import Trainer, TrainerParts
 from pyops.parallel.weights import ModelSource
 from pyops.precision import PRECISIONS
+from pyops.tensor_parallel.convert.check.module_snapshot import Snapshot
 from pyops.tensor_parallel.convert.plans import plan_of
 from pyops.zero import ZeroOptimizer
 
@@ -95,24 +96,19 @@ def parallelize(
         lists = find_block_lists(source.model, plan.pipeline.blocks) if plan.pp > 1 else []
     device = torch.device(device)
     mesh = _checked_mesh(mesh, plan) or Mesh(axes, device_type=device.type)
-    whole, accepted = source.model, accepted_names(source.model)
-    stages = _plan_stages(whole, plan, lists, example_inputs, device)
-    _cut_layers(whole, plan, mesh, example_inputs)
-    key_dropout(whole, group=mesh.group("tp") or ALONE)
-    if plan.recompute:
-        with ranks_agree():
-            recompute.apply(whole, plan.recompute)
-    if plan.compile:
-        _compile_blocks(whole, lists or find_block_lists(whole, plan.pipeline.blocks))
-    staged = None
-    if stages is not None:
-        staged = StagedModel(whole, stages, mesh=mesh, loss=counted, named_arguments=accepted)
-    zero = _make_optimizer(whole, plan, mesh, optimizer, source, device)
-    source.finish()
-    if staged is not None:
-        staged.connect(zero)
+    stages = _plan_stages(source.model, plan, lists, example_inputs, device)
+    before = Snapshot(source.model)
+    try:
+        staged = _cut(source.model, plan, mesh, stages, loss=counted, example_inputs=example_inputs)
+        zero = _make_optimizer(source.model, plan, mesh, optimizer, source, device)
+        source.finish()
+        if staged is not None:
+            staged.connect(zero)
+    except BaseException:
+        before.restore()
+        raise
     parts = TrainerParts(
-        model=whole,
+        model=source.model,
         optimizer=zero,
         mesh=mesh,
         plan=plan,
@@ -122,6 +118,29 @@ def parallelize(
         seed=seed,
     )
     return Trainer(parts)
+
+
+def _cut(
+    model: nn.Module,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    stages: StagePlan | None,
+    *,
+    loss: CountedLoss,
+    example_inputs: Any,
+) -> StagedModel | None:
+    """Steps 2 to 6: what is done to the model before its parameters are shared out."""
+    accepted = accepted_names(model)
+    _cut_layers(model, plan, mesh, example_inputs)
+    with ranks_agree():
+        key_dropout(model, group=mesh.group("tp") or ALONE)
+        if plan.recompute:
+            recompute.apply(model, plan.recompute)
+        if plan.compile:
+            _compile_blocks(model, find_block_lists(model, plan.pipeline.blocks))
+    if stages is None:
+        return None
+    return StagedModel(model, stages, mesh=mesh, loss=loss, named_arguments=accepted)
 
 
 def _checked_mesh(mesh: Mesh | None, plan: ParallelPlan) -> Mesh | None:

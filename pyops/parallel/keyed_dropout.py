@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -204,14 +205,34 @@ def _calls_functions(module: nn.Module) -> bool:
             return False
         if base.__module__.startswith("torch."):
             continue
-        for each in vars(base).values():
-            function = inspect.unwrap(getattr(each, "__func__", each))
-            names = set(getattr(getattr(function, "__code__", None), "co_names", ()))
-            if names & {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"} or (
-                "dropout" in names and names & {"functional", "F"}
-            ):
-                return True
+        if any(_draws(getattr(each, "__func__", each), set()) for each in vars(base).values()):
+            return True
     return False
+
+
+def _draws(function: Any, seen: set[int]) -> bool:
+    """Whether the code of a function names torch's functions of dropout, or calls one of its file
+    that does, such as dropout_add of Bloom.
+
+    Args:
+        function: What is no function in Python draws nothing.
+        seen: The ids of those that were looked at.
+    """
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return False
+    seen.add(id(function))
+    names = set(function.__code__.co_names)
+    if names & {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"} or (
+        "dropout" in names and names & {"functional", "F"}
+    ):
+        return True
+    others = (function.__globals__.get(name) for name in names)
+    return any(
+        _draws(other, seen)
+        for other in others
+        if getattr(other, "__module__", None) == function.__module__
+    )
 
 
 def _may_drop(module: nn.Module) -> bool:

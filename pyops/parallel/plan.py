@@ -93,7 +93,8 @@ class ParallelPlan:
     """Of a plan with pp > 1."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
-    """What the `dp` ranks share out. With pp > 1 stages 0 and 1."""
+    """What the `dp` ranks share out. With pp > 1 stages 0 to 2; the gradients of a pipeline stage
+    are whole until its last micro-batch."""
 
     recompute: tuple[str, ...] = ()
     """Names of modules that keep their inputs alone and compute again in backward, with wildcards:
@@ -229,10 +230,10 @@ class ParallelPlan:
                 "ParallelPlan: zero has reduction='sum'; leave it out: losses are divided by the "
                 "tokens of all ranks"
             )
-        if self.pp > 1 and self.zero.stage > 1:
+        if self.pp > 1 and self.zero.stage > 2:
             raise ValueError(
-                f"ParallelPlan: zero.stage is {self.zero.stage} with pp {self.pp}: gradients of a "
-                "pipeline stage add up whole until its last micro-batch; set zero.stage to 1 or 0"
+                f"ParallelPlan: zero.stage is {self.zero.stage} with pp {self.pp}: parameters "
+                "would be gathered for each micro-batch anew; set zero.stage to 2 or less"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(

@@ -83,7 +83,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
     gradients are summed over these ranks, and norms are of the whole parameters. With pipeline
     stages (`pp_group`; `model` is of this rank's layers, named as in the whole) norms, and the
     decision to skip a step, are of all stages, and the gradient of a parameter that several stages
-    hold is the sum of theirs. Stages 0 and 1 only.
+    hold is the sum of theirs. Stages 0 to 2 only; at stage 2 the gradients of a pipeline
+    stage are whole until its last micro-batch.
 
     With a precision that is scaled, call backward() of `optimizer.scale(loss)`: step() unscales,
     changes nothing on any rank where a gradient of any is not finite, and sets the next scale. A

@@ -37,7 +37,9 @@ def evaluated(rank: int, group: object, plan: ParallelPlan, sizes: dict[int, lis
         batches.append({key: value[first : first + size] for key, value in every.items()})
         first += size
     random = torch.get_rng_state()
+    trainer.model.train()
     found = trainer.evaluate(batches)
+    assert trainer.model.training
     assert torch.equal(torch.get_rng_state(), random)
     rows = batch_for("gpt2", rows=8, seed=6)
     step = trainer.step(

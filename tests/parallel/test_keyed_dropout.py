@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {"d_ff": 64, "dropout_rate": P}),
     "bart": ("bart", {**BART, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}),
     "opt": ("opt", {"num_hidden_layers": 2, "dropout": P, "attention_dropout": P}),
+    "bloom": ("bloom", {"n_layer": 2, "hidden_dropout": P, "attention_dropout": P}),
     "vit": ("vit", BERT),
 }
 NAMES = list(CASES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ REFUSED = {
     ),
     "no pipeline": (ParallelPlan(pipeline=PipelineOptions("gpipe")), ("pp is 1", "gpipe")),
     "two ways": (ParallelPlan(pp=2, num_microbatches=3), ("num_microbatches", "3")),
-    "zero with pp": (ParallelPlan(pp=2, zero=ZeroConfig(stage=2)), ("zero.stage", "2")),
+    "zero with pp": (ParallelPlan(pp=2, zero=ZeroConfig(stage=3)), ("zero.stage", "3")),
     "zero option": (ParallelPlan(zero=ZeroConfig(stage=5)), ("zero.stage", "5")),
     "clipping twice": (
         ParallelPlan(zero=ZeroConfig(max_grad_norm=1.0)),
@@ -99,3 +101,44 @@ def of_dropout(rank: int, group: object) -> str:
 
 def test_dropout_between_layers_is_refused_under_sequence_parallelism(world):
     assert all("p 0.1" in said for said in world(2).run(of_dropout))
+
+
+def refused_late(rank: int, group: object, arguments: dict[str, Any]) -> tuple[str, bool]:
+    """What is said, and whether the model is as it was."""
+    model = make_model("gpt2").eval()
+    expected = model(**example()).logits
+    kinds = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        parallelize(model, **{"optimizer": torch.optim.AdamW, **arguments})
+    same = kinds == [(name, type(module)) for name, module in model.named_modules()]
+    return str(caught.value), same and torch.equal(model(**example()).logits, expected)
+
+
+def example() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(6).view(1, 6)}
+
+
+LATE: dict[str, tuple[dict[str, Any], str]] = {
+    "no module": ({"plan": ParallelPlan(tp=2, recompute=("layers.*",))}, "layers.*"),
+    "no optimizer": ({"plan": ParallelPlan(pp=2), "optimizer": int}, "optimizer"),
+    "too many stages": (
+        {"plan": ParallelPlan(pp=2, pipeline=PipelineOptions("interleaved", stages_per_rank=3))},
+        "6 stages",
+    ),
+    "heads": ({"plan": ParallelPlan(tp=2, tensor_parallel={"attn": "rows"})}, "attn"),
+}
+
+
+@pytest.mark.parametrize("name", list(LATE))
+def test_what_is_refused_leaves_the_model_as_it_was(name, world):
+    arguments, word = LATE[name]
+    for said, same in world(2).run(refused_late, arguments):
+        assert word in said
+        assert same
+
+
+def test_a_model_of_another_trainer_is_refused():
+    model = make_model("llama")
+    parallelize(model, optimizer=torch.optim.AdamW)
+    with pytest.raises(ValueError, match="already"):
+        parallelize(model, optimizer=torch.optim.AdamW)

@@ -44,6 +44,7 @@ PLANS = {
     "tp 2, sequence parallel": (2, ParallelPlan(tp=2, sequence_parallel=True)),
     "dp 2, recompute": (2, ParallelPlan(recompute=("model.layers.*",), num_microbatches=2)),
     "pp 2, recompute": (2, ParallelPlan(pp=2, recompute=("model.layers.*",))),
+    "pp 2 x dp 2, zero 2": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=2))),
     "pp 2 x dp 2, zero 1": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=1))),
     "tp 2 x dp 2, zero 1": (4, ParallelPlan(tp=2, zero=ZeroConfig(stage=1))),
 }
@@ -113,6 +114,7 @@ CASES = [
     *[(name, "tp 2 x pp 2") for name in DROPOUT if name != "llama"],
     *[(name, "pp 2, interleaved") for name in ("llama tied", "t5", "gpt2")],
     ("t5", "pp 2, zbv"),
+    ("llama tied", "pp 2 x dp 2, zero 2"),
     ("gpt2", "dp 2, zero 3"),
     ("bert", "pp 2 x dp 2, zero 1"),
 ]

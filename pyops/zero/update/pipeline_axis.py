@@ -39,14 +39,14 @@ def _alone(pp_group: dist.ProcessGroup | None) -> bool:
 def check_stages(
     pp_group: dist.ProcessGroup | None, *, group: ProcessGroupLike, stage: int
 ) -> None:
-    """ValueError for stage 2 or 3 with a pp_group, or unless the groups meet in this rank alone."""
+    """ValueError for stage 3 with a pp_group, or unless the groups meet in this rank alone."""
     if _alone(pp_group) or pp_group is None:
         return
-    if stage > 1:
+    if stage > 2:
         raise ValueError(
             f"ZeroOptimizer: stage is {stage}, but over the stages of a pipeline "
-            "gradients add up whole until the last "
-            "micro-batch; take stage 0 or 1, or pp_group=None"
+            "parameters would be gathered for each micro-batch anew; take stage 2 or less, or "
+            "pp_group=None"
         )
     check_crossing("pp", pp_group, group)
 

@@ -65,8 +65,8 @@ def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def _alike(blocks: nn.Module, number: int) -> list[nn.Module]:
-    """Those of which there are `number` before: of the same classes and switches, with parameters of the
-    same names and shapes.
+    """Those of which there are `number` before: of the same classes and switches, with parameters
+    of the same names and shapes.
 
     A block may differ from the others in a switch alone, such as Gemma 3's `is_sliding`.
     """
