@@ -3,21 +3,25 @@
     prepare(accelerator, model, optimizer)     a ZeroOptimizer in a loop of Accelerate
     ZeroTrainer(..., zero=ZeroConfig(stage=3))  transformers.Trainer over ZeroOptimizer
     class Mine(ZeroTraining, SFTTrainer)       the same for a Trainer of your own
+    apply_kernels(model)                       fused norms, MLPs and loss in a model of transformers
 
 transformers and accelerate are imported when they are used.
 """
 
+import importlib
 from typing import Any
 
 from pyops.hf.accelerate import prepare
 from pyops.hf.trainer import ZeroTraining, zero_trainer
 
-__all__ = ["ZeroTrainer", "ZeroTraining", "prepare"]
+__all__ = ["ZeroTrainer", "ZeroTraining", "apply_kernels", "prepare", "remove_kernels"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "ZeroTrainer":
         return zero_trainer()
+    if name in ("apply_kernels", "remove_kernels"):
+        return getattr(importlib.import_module("pyops.hf.kernels"), name)
     raise AttributeError(
         f"module 'pyops.hf' has no attribute {name!r}; it has {', '.join(__all__)}"
     )
