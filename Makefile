@@ -29,7 +29,7 @@ test: $(VENV)/.built
 	$(BIN)/python -m pytest tests $(PARALLEL) --durations 10
 
 test-full: $(VENV)/.built
-	$(BIN)/python -m pytest tests -m full
+	$(BIN)/python -m pytest tests -m full $(PARALLEL)
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pyops bench

@@ -32,6 +32,30 @@ def pytest_report_header() -> str:
     )
 
 
+# pytest-xdist deals whole files out in the order of collection: one that takes long and comes last
+# would run alone, while the other workers are done. Longest first.
+LONG = (
+    "tests/train/faults/test_faults.py",
+    "tests/train/faults/test_membership.py",
+    "tests/elastic/runtime/test_lost_ranks.py",
+    "tests/train/test_task_runs.py",
+    "tests/zero/test_stages.py",
+    "tests/project/test_docs.py",
+    "tests/cli/test_commands.py",
+    "tests/train/test_zero.py",
+    "tests/test_lost_ranks.py",
+    "tests/elastic/layout/test_process_groups.py",
+    "tests/train/test_optimizers.py",
+    "tests/train/test_run.py",
+    "tests/comm/test_failure.py",
+)
+
+
+def _turn(item: pytest.Item) -> int:
+    file = item.nodeid.partition("::")[0]
+    return LONG.index(file) if file in LONG else len(LONG)
+
+
 def _is_for_the_device(item: pytest.Item) -> bool:
     """Whether a test has something to prove on a device other than the CPU: it asks for it, or is
     made for it."""
@@ -53,6 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items=[item for item in items if item.get_closest_marker("full")]
         )
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items.sort(key=_turn)
     if DEVICE == "cpu":
         return
     config.hook.pytest_deselected(items=[item for item in items if not _is_for_the_device(item)])

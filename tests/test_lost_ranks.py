@@ -38,7 +38,7 @@ from pyops.train.text_training import _sum_over_ranks
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
-from tests.workers import spawn_ranks
+from tests.workers import Outcome, spawn_worlds
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 
@@ -159,21 +159,28 @@ def _lose_a_rank(
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_other_rank_names_the_one_that_died(tmp_path, place):
-    outcomes = spawn_ranks(
-        4 if place == "mesh" else SIZE,
-        _lose_a_rank,
-        place,
-        str(tmp_path),
-        timeout=40,
-        group_timeout=TIMEOUT,
-    )
-    assert outcomes[VICTIM].exitcode == 7
+OF_THREE = [place for place in PLACES if place != "mesh"]
+
+
+@pytest.mark.parametrize(
+    ("size", "places"),
+    [*((3, OF_THREE[i : i + 3]) for i in range(0, 15, 3)), (4, ["mesh"])],
+    ids=str,
+)
+def test_every_other_rank_names_the_one_that_died(tmp_path, size, places):
+    """In three worlds at a time."""
+    cases = [(place, str(tmp_path)) for place in places]
+    worlds = spawn_worlds(size, _lose_a_rank, cases, timeout=40, group_timeout=TIMEOUT)
+    for place, outcomes in zip(places, worlds, strict=True):
+        check(place, outcomes)
+
+
+def check(place: str, outcomes: list[Outcome]) -> None:
+    assert outcomes[VICTIM].exitcode == 7, place
     for outcome in outcomes:
         if outcome.rank != VICTIM:
-            assert outcome.error is None, outcome.error
+            assert outcome.error is None, (place, outcome.error)
             message, ranks, took = outcome.result
-            assert ranks == (VICTIM,), message
+            assert ranks == (VICTIM,), (place, message)
             assert f"rank {VICTIM} died or stalled" in message
             assert took < TIMEOUT + 8

@@ -26,7 +26,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -40,7 +40,7 @@ from torch.multiprocessing import reductions
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.collectives.probe import Cost
 
-__all__ = ["Outcome", "Pool", "RankError", "fork_server", "spawn_ranks", "world"]
+__all__ = ["Outcome", "Pool", "RankError", "fork_server", "spawn_ranks", "spawn_worlds", "world"]
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
@@ -213,8 +213,16 @@ class Pool:
 
     def outcomes(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Outcome]:
         """As `run`, but failures are returned; the pool is not to be used again after one."""
+        self.begin(body, *args)
+        return self.collect(timeout=timeout)
+
+    def begin(self, body: Body, *args: Any) -> None:
+        """Have every rank begin a body; `collect` has what came of it."""
         for pipe in self._pipes:
             pipe.send((body.__module__, body.__qualname__, str(torch.get_default_device()), args))
+
+    def collect(self, *, timeout: float) -> list[Outcome]:
+        """How each rank ended the body that it began, in rank order."""
         waiting = dict(enumerate(self._pipes))
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
@@ -276,6 +284,29 @@ def spawn_ranks(
     finally:
         if not pool.failed:
             pool.close()
+
+
+def spawn_worlds(
+    size: int,
+    body: Body,
+    cases: Sequence[tuple[Any, ...]],
+    *,
+    timeout: float = 60.0,
+    group_timeout: float = GROUP_TIMEOUT,
+) -> Iterator[list[Outcome]]:
+    """As `spawn_ranks` for each case, a world of its own, all of them at the same time: ranks that
+    wait for one that is lost leave the processor to others."""
+    pools: list[Pool] = []
+    try:
+        for case in cases:
+            pools.append(Pool(size, group_timeout=group_timeout))
+            pools[-1].begin(body, *case)
+        for pool in pools:
+            yield pool.collect(timeout=timeout)
+    finally:
+        for pool in pools:
+            if not pool.failed:
+                pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ WORTH_IT: Mapping[str, Mapping[str, tuple[bool, str]]] = {
         "rms_norm": (True, "one pass instead of one for each operation of the formula"),
         "layer_norm": (True, "somewhat faster than torch's own"),
         "gated_mlp": (False, "gate and up are first put side by side, which takes longer"),
-        "merged_gated_mlp": (True, "no difference beyond the noise; the matrix products take the time"),
+        "merged_gated_mlp": (True, "hardly a difference: matrix products take the time"),
         "gelu": (True, "faster than torch's own"),
         "gelu_tanh": (True, "faster than torch's own, and than the formula in Python"),
         "silu": (False, "torch's own is one pass too, and faster in fp32"),

@@ -16,6 +16,7 @@ import pytest
 import pyops
 from pyops.cli.commands import main
 from pyops.train.report.metrics import read_rows
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -214,7 +215,7 @@ def wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, full(signal.SIGTERM)])
 def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
     command = [
         sys.executable,
@@ -237,22 +238,18 @@ def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
     ]
 
 
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("-m", "pyops"),
+]
+
+
 @pytest.mark.slow
 def test_under_torchrun_as_alone(tmp_path):
     """Two ranks started by torchrun, stopped and resumed: the losses of one process, to 1e-5."""
     assert main(settings(tmp_path, num_steps=20)) == 0
     alone = [row["loss"] for row in read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "pyops",
-    ]
-    command = [*torchrun, *settings(tmp_path, num_steps=20), "--set", "name=ranks"]
+    command = [*TORCHRUN, *settings(tmp_path, num_steps=20), "--set", "name=ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
@@ -264,7 +261,11 @@ def test_under_torchrun_as_alone(tmp_path):
     assert alone[0] - alone[-1] > 0.1
     assert done.stdout.count("validation loss") == 1, "rank 0 alone speaks"
 
-    mistake = [*torchrun, *settings(tmp_path, batch=9)]
+
+@pytest.mark.full  # the words are held by test_all_ranks_are_told_alike
+def test_under_torchrun_a_mistake_is_said_once(tmp_path):
+    mistake = [*TORCHRUN, *settings(tmp_path, batch=9)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         mistake, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from pyops.ops.communication import onebit, quantize
+from tests.grids import full
 from tests.ops.communication.test_onebit import F, numbers, same
 
 pytestmark = pytest.mark.cpu_only
@@ -174,36 +176,49 @@ def results(
     return [*payloads, *errors, *flags]
 
 
+def dealt(sizes: Sequence[int], blocks: Sequence[tuple[int, int]], part: int) -> Any:
+    """(size, block, shift): of a chessboard of sizes and blocks the fields of one colour. The last
+    size meets the last block in part 0: alone it has more than one of these."""
+    for i, n in enumerate(reversed(sizes)):
+        for j, (block, shift) in enumerate(reversed(blocks)):
+            if (i + j) % 2 == part:
+                yield n, block, shift
+
+
+PARTS = [0, full(1)]
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("rule", [0, 1], ids=onebit.RULES)
 @pytest.mark.parametrize("dtype", F, ids=str)
-def test_onebit_encode(kernels, dtype, rule):
-    for n in SIZES:
-        for block, shift in ((64, 0), (192, 1), (2048, 0), (2048, 3), (4160, 0)):
-            for bad in {False, n > 20}:
-                pair = [
-                    results(k, "onebit", dtype, n, block, rule, shift, bad) for k in (kernels, None)
-                ]
-                for actual, expected in zip(*pair, strict=True):
-                    same(actual, expected)
-                assert pair[0][-1].item() == bad
+def test_onebit_encode(kernels, dtype, rule, part):
+    blocks = ((64, 0), (192, 1), (2048, 0), (2048, 3), (4160, 0))
+    for n, block, shift in dealt(SIZES, blocks, part):
+        for bad in {False, n > 20}:
+            pair = [
+                results(k, "onebit", dtype, n, block, rule, shift, bad) for k in (kernels, None)
+            ]
+            for actual, expected in zip(*pair, strict=True):
+                same(actual, expected)
+            assert pair[0][-1].item() == bad
 
 
 @pytest.mark.parametrize(
     "random", [None, (-12345, 13), (7, 4)], ids=["nearest", "stochastic", "stochastic in line"]
 )
 @pytest.mark.parametrize("format", [0, 1, 2], ids=quantize.FORMATS)
-def test_quantize_encode(kernels, format, random):
+@pytest.mark.parametrize("part", PARTS)
+def test_quantize_encode(kernels, format, random, part):
     for dtype in F:
-        for n in SIZES[1:]:
-            for block, shift in ((32, 0), (256, 1), (256, 0), (1056, 3)):
-                bad = n > 20 and block == 256
-                pair = [
-                    results(k, "quantize", dtype, n, block, format, shift, bad, random)
-                    for k in (kernels, None)
-                ]
-                for actual, expected in zip(*pair, strict=True):
-                    same(actual, expected)
-                assert pair[0][-1].item() == bad
+        for n, block, shift in dealt(SIZES[1:], ((32, 0), (256, 1), (256, 0), (1056, 3)), part):
+            bad = n > 20 and block == 256
+            pair = [
+                results(k, "quantize", dtype, n, block, format, shift, bad, random)
+                for k in (kernels, None)
+            ]
+            for actual, expected in zip(*pair, strict=True):
+                same(actual, expected)
+            assert pair[0][-1].item() == bad
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])

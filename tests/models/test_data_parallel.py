@@ -3,6 +3,7 @@ reduced or its states cut."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,18 +13,24 @@ import torch.distributed as dist
 from pyops.data_parallel import DataParallel
 from pyops.mesh import ALONE, Axes, Mesh
 from pyops.tensor_parallel import sync_partial_grads
+from tests.grids import full
 from tests.models.families import BATCH, LENGTH, loss_of, make
 from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
-STEPS = 50
+STEPS = 20  # 50 under `-m full`
 OPTIONS = {"lr": 5e-3, "eps": 1e-6}
 FAMILIES = ("gpt", "bert", "t5", "vit")
 
 
 def curve(
-    name: str, *, tp: int = 1, stage: int | None = None, sequence_parallel: bool = False
+    name: str,
+    *,
+    steps: int,
+    tp: int = 1,
+    stage: int | None = None,
+    sequence_parallel: bool = False,
 ) -> list[float]:
     """Losses of the whole batch. Two or more data-parallel ranks have unequal parts of it; stage
     None: DataParallel."""
@@ -49,7 +56,7 @@ def curve(
     rows = BATCH // dp + (mesh.rank("dp") < BATCH % dp)
     first_row = 0 if mesh.rank("dp") == 0 else BATCH - rows
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(
             model, step=step, first_row=first_row, rows=rows, reduction="sum", through=through
@@ -66,30 +73,31 @@ def curve(
 
 
 def curves(
-    rank: int, group: Any, tp: int, stage: int | None, sequence_parallel: bool
+    rank: int, group: Any, steps: int, tp: int, stage: int | None, sequence_parallel: bool
 ) -> dict[str, list[float]]:
     return {
-        name: curve(name, tp=tp, stage=stage, sequence_parallel=sequence_parallel)
+        name: curve(name, steps=steps, tp=tp, stage=stage, sequence_parallel=sequence_parallel)
         for name in FAMILIES
     }
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[float]]:
+@functools.cache
+def alone(steps: int) -> dict[str, list[float]]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = {name: curve(name) for name in FAMILIES}
+    found = {name: curve(name, steps=steps) for name in FAMILIES}
     torch.set_num_threads(before)
     return found
 
 
+@pytest.mark.parametrize("steps", [STEPS, full(50)])
 @pytest.mark.parametrize(
     ("ranks", "tp", "stage", "sequence_parallel"),
     [(4, 2, None, True), (2, 1, 1, False), (2, 1, 2, False), (4, 2, 3, True)],
 )
-def test_loss_curves_are_those_of_one_process(world, alone, ranks, tp, stage, sequence_parallel):
-    found = world(ranks).run(curves, tp, stage, sequence_parallel, timeout=180.0)
-    for family, wanted in alone.items():
+def test_loss_curves_are_those_of_one_process(world, steps, ranks, tp, stage, sequence_parallel):
+    found = world(ranks).run(curves, steps, tp, stage, sequence_parallel, timeout=180.0)
+    for family, wanted in alone(steps).items():
         assert wanted[-1] < 0.9 * wanted[0], (
             f"{family} learns nothing, so this shows nothing: {wanted}"
         )

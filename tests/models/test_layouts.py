@@ -3,18 +3,20 @@ dropout included."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.grids import full
 from tests.models.families import FAMILIES, gradients, losses, make
 
 pytestmark = pytest.mark.on_device
 
 LAYOUTS = [(2, False), (2, True), (4, False), (4, True)]
-STEPS = 50
+STEPS = 20  # 50 under `-m full`
 
 
 def run_gradients(rank: int, group: Any, sequence_parallel: bool) -> dict[str, Any]:
@@ -27,11 +29,13 @@ def run_gradients(rank: int, group: Any, sequence_parallel: bool) -> dict[str, A
     }
 
 
-def run_losses(rank: int, group: Any, sequence_parallel: bool) -> dict[str, list[float]]:
+def run_losses(
+    rank: int, group: Any, steps: int, sequence_parallel: bool
+) -> dict[str, list[float]]:
     return {
         name: losses(
             make(name, num_layers=1, group=group, sequence_parallel=sequence_parallel),
-            steps=STEPS,
+            steps=steps,
             group=group,
         )
         for name in ("gpt", "bert", "t5", "vit")
@@ -52,9 +56,9 @@ def alone(one_thread) -> dict[str, Any]:
     return run_gradients(0, None, False)
 
 
-@pytest.fixture(scope="module")
-def curves(one_thread) -> dict[str, list[float]]:
-    return run_losses(0, None, False)
+@functools.cache
+def curves(steps: int) -> dict[str, list[float]]:
+    return run_losses(0, None, steps, False)
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), LAYOUTS)
@@ -77,10 +81,13 @@ def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, sequence_
             assert (held > 0).all(), f"{family}: no rank holds some of {name}"
 
 
+@pytest.mark.parametrize("steps", [STEPS, full(50)])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), LAYOUTS)
-def test_loss_curves_with_dropout_are_those_of_one_rank(world, curves, ranks, sequence_parallel):
-    found = world(ranks).run(run_losses, sequence_parallel, timeout=180.0)
-    for family, wanted in curves.items():
+def test_loss_curves_with_dropout_are_those_of_one_rank(
+    world, one_thread, steps, ranks, sequence_parallel
+):
+    found = world(ranks).run(run_losses, steps, sequence_parallel, timeout=180.0)
+    for family, wanted in curves(steps).items():
         assert wanted[-1] < wanted[0] - 0.3, (
             f"{family} learns nothing, so this shows nothing: {wanted}"
         )

@@ -17,6 +17,7 @@ from pyops.models import GPT
 from pyops.train import TextTraining, train
 from pyops.train.report.metrics import read_rows
 from pyops.train.setup.recipe import CLASSES
+from tests.grids import full
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
 
@@ -108,10 +109,14 @@ def test_codecs_on_ranks(world, tmp_path, codec, reference):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    ("name", "codec"),
-    [("adamw", "onebit"), ("adafactor", "none"), *((name, "none") for name in ONE_BIT)],
+    ("name", "codec", "stop"),
+    [
+        *(("adamw", "onebit", "before"), ("adafactor", "none", "before")),
+        *((name, "none", stop) for name in ONE_BIT for stop in ("before", "after")),
+        # the same once more: they have no switch
+        *(full("adamw", "onebit", "after"), full("adafactor", "none", "after")),
+    ],
 )
-@pytest.mark.parametrize("stop", ["before", "after"])
 def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop, reference):
     """Stopped in step 7: with the switch at step 5 or 10. Phase, schedule and errors are part of
     the checkpoint."""

@@ -28,6 +28,7 @@ from pyops.models import ViTConfig
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
 from pyops.train.sample_training import SampleTraining
+from tests.grids import full
 from tests.train import tiny_run
 from tests.train.tiny_run import losses, norms, same, train_on_rank
 
@@ -100,7 +101,10 @@ def alone(tmp_path_factory) -> Config:
     return config
 
 
-@pytest.mark.parametrize(("ranks", "pp", "cache"), [(4, 4, "on"), (2, 2, "auto")])
+@pytest.mark.parametrize(
+    ("ranks", "pp", "cache"),
+    [(4, 4, "on"), full(2, 2, "auto")],  # two are stopped and go on below, with the same losses
+)
 def test_any_ranks_give_the_losses_of_one(world, alone, ranks, pp, cache):
     config = config_of(Path(alone.train.folder).parent, name=f"ranks {ranks}", pp=pp, cache=cache)
     outcomes = world(ranks).run(train_on_rank, config)

@@ -3,6 +3,7 @@ know of it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 import pyops.optim
 from pyops import checkpoint
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import cut
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -69,9 +71,26 @@ def _run(
         return {n: p.detach().clone() for n, p in model.named_parameters()}, kept
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["AdamW", "torch.AdamW"])
-@pytest.mark.parametrize(("stage", "place"), [(2, "cpu"), (2, "disk"), (3, "disk")])
+GRID = [
+    (name, dtype, stage, place)
+    for (stage, place), name, dtype in itertools.product(
+        ((2, "cpu"), (2, "disk"), (3, "disk")),
+        ("AdamW", "torch.AdamW"),
+        (torch.float32, torch.bfloat16),
+    )
+]
+# Every pair of two axes' values.
+KEPT = [
+    ("AdamW", torch.float32, 2, "cpu"),
+    ("torch.AdamW", torch.bfloat16, 2, "cpu"),
+    ("AdamW", torch.bfloat16, 2, "disk"),
+    ("torch.AdamW", torch.float32, 2, "disk"),
+    ("AdamW", torch.bfloat16, 3, "disk"),
+    ("torch.AdamW", torch.float32, 3, "disk"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "stage", "place"), cut(GRID, keep=KEPT))
 def test_offloaded_states_give_the_same_bits(
     world, tmp_path: Path, name: str, dtype: torch.dtype, stage: int, place: str
 ):

@@ -26,6 +26,7 @@ from pyops.elastic.frozen.disk_tier import DiskTier
 from pyops.elastic.frozen.host_cache import HostCache
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -117,7 +118,7 @@ ALL = networks.SAMPLES + networks.HELD_OUT
     [
         (1, 5, {}),
         (2, 5, {"stages": 2}),
-        (4, 2, {"stages": 4}),
+        full(4, 2, {"stages": 4}),
         (4, 2, {"stages": 4, "replicate": False}),
     ],
 )

@@ -23,6 +23,7 @@ from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -247,8 +248,9 @@ def check_nothing_grows(found: list[tuple[int, int, int, int]], rank: int) -> No
     assert max(memory[-10:]) < memory[0] + 48, (rank, memory)
 
 
-def test_nothing_is_left_after_50_transitions(world):
-    for rank, found in enumerate(world(4).run(transitions_body, 50, timeout=120)):
+@pytest.mark.parametrize("count", [24, full(50)])
+def test_nothing_is_left_after_many_transitions(world, count):
+    for rank, found in enumerate(world(4).run(transitions_body, count, timeout=120)):
         check_nothing_grows(found[WARM:], rank)
 
 
@@ -297,9 +299,10 @@ def elastic_transitions_body(rank, group, count, folder):
     return found
 
 
-def test_an_elastic_run_keeps_nothing_of_50_changes(world, tmp_path):
+@pytest.mark.parametrize("count", [20, full(52)])
+def test_an_elastic_run_keeps_nothing_of_its_changes(world, tmp_path, count):
     for rank, found in enumerate(
-        world(4).run(elastic_transitions_body, 52, str(tmp_path / "begin"), timeout=120)
+        world(4).run(elastic_transitions_body, count, str(tmp_path / "begin"), timeout=120)
     ):
-        assert len(found) == 13
+        assert len(found) == count // CYCLE
         check_nothing_grows(found[3:], rank)

@@ -29,7 +29,8 @@ from pyops.pipeline import Pipeline, schedule
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 from tests.elastic.layout.test_layer_moves import states_of
-from tests.workers import spawn_ranks
+from tests.grids import full
+from tests.workers import spawn_ranks, spawn_worlds
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 
@@ -181,23 +182,24 @@ def lost_body(rank, group, place, victim, replicate):
 
 
 @pytest.mark.parametrize(
-    ("place", "victim", "replicate"),
+    "cases",
     [
-        ("dies in scoring", 0, False),
-        ("dies in scoring", 0, True),
-        ("dies before a decision", 1, True),
-        ("hangs in a change", 3, False),
-        ("hangs before a decision", 0, False),  # a rank at work
-        ("hangs before a decision", 2, False),  # an idle one
-        ("hangs before a decision", 0, True),
+        [("dies in scoring", 0, False), ("hangs in a change", 3, False)],
+        # an idle rank
+        [("dies before a decision", 1, True), ("hangs before a decision", 2, False)],
+        full([("dies in scoring", 0, True), ("hangs before a decision", 0, True)]),
+        full([("hangs before a decision", 0, False)]),  # a rank at work
     ],
+    ids=str,
 )
-def test_all_ranks_of_a_run_hear_of_one_that_is_lost(place, victim, replicate):
-    for outcome in spawn_ranks(
-        4, lost_body, place, victim, replicate, timeout=50, group_timeout=TIMEOUT
-    ):
-        if outcome.rank != victim:
-            assert outcome.error is None, outcome.error
-            message, ranks = outcome.result
-            assert ranks == (victim,), (outcome.rank, message)
-            assert f"rank {victim} died or stalled" in message
+def test_all_ranks_of_a_run_hear_of_one_that_is_lost(cases):
+    """In two worlds at a time: ranks that hang, or wait for one that does, compute nothing."""
+    worlds = spawn_worlds(4, lost_body, cases, timeout=50, group_timeout=TIMEOUT)
+    for case, outcomes in zip(cases, worlds, strict=True):
+        victim = case[1]
+        for outcome in outcomes:
+            if outcome.rank != victim:
+                assert outcome.error is None, (case, outcome.error)
+                message, ranks = outcome.result
+                assert ranks == (victim,), (case, outcome.rank, message)
+                assert f"rank {victim} died or stalled" in message

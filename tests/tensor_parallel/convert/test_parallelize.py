@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.tensor_parallel import parallelize, sync_partial_grads, whole_state_dict
+from tests.grids import full
 from tests.tensor_parallel.convert.existing_models import MODELS, PLAN, build
 
 pytestmark = pytest.mark.on_device
@@ -86,7 +87,9 @@ def differences_of(group: dist.ProcessGroup | None, name: str, sp: bool) -> dict
     return found
 
 
-@pytest.mark.parametrize(("size", "sp"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "sp"), [(1, False), full(2, False), (4, False), (2, True), full(4, True)]
+)
 def test_logits_and_gradients_are_those_of_one_rank(world, size: int, sp: bool):
     names = [name for name in MODELS if not (sp and name in WITHOUT_BLOCKS)]
     for of_rank in world(4).run(differences, size, names, sp, timeout=SLOW):

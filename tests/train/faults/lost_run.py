@@ -19,6 +19,7 @@ from pyops.config import load_config
 from pyops.train import TextTraining, TrainingLoop, train
 
 LOST_AT, WAITS_AT = 7, 5
+PATIENCE = 120.0  # seconds; a test that fails then shows what was said
 
 
 def main() -> None:
@@ -34,7 +35,13 @@ def main() -> None:
 
     def train_step(self: TextTraining, *, stop: bool = False) -> Any:
         now["step"] = self.step
-        while ranks == "2" and self.step == WAITS_AT and not requests[0].number:
+        until = time.monotonic() + PATIENCE
+        while (
+            ranks == "2"
+            and self.step == WAITS_AT
+            and not requests[0].number
+            and time.monotonic() < until
+        ):
             (folder / "waits").touch()
             time.sleep(0.02)
         return inner_step(self, stop=stop)

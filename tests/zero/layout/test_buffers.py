@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops.optim
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 
 WIDTH = 512  # a layer is large beside what autograd and Python keep for it
 LAYER = (WIDTH * WIDTH + WIDTH) * 2  # bytes
@@ -108,15 +109,15 @@ def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("size", "stage", "name", "place", "overlap"),
     [
-        (2, 1, "AdamW", None, True),
+        full(2, 1, "AdamW", None, True),
         (2, 1, "torch.AdamW", None, True),
         (2, 2, "AdamW", None, False),
-        (2, 2, "torch.AdamW", None, True),
+        full(2, 2, "torch.AdamW", None, True),
         (2, 3, "AdamW", None, True),
-        (2, 3, "torch.AdamW", "disk", True),
+        full(2, 3, "torch.AdamW", "disk", True),
         (2, 2, "torch.AdamW", "cpu", True),
         (1, 2, "AdamW", "disk", True),
-        (1, 1, "torch.AdamW", "disk", True),
+        full(1, 1, "torch.AdamW", "disk", True),
     ],
 )
 def test_buffers_do_not_grow_with_the_model(world, tmp_path, size, stage, name, place, overlap):

@@ -15,6 +15,7 @@ from torch import Tensor
 import pyops.optim
 from pyops import checkpoint
 from pyops.zero import ZeroOptimizer
+from tests.grids import full
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
@@ -122,11 +123,11 @@ def _run(
     ("stage", "name", "dtype", "after", "place", "broken"),
     [
         (1, "AdamW", torch.float32, 2, "cpu", True),
-        (2, "AdamW", torch.bfloat16, 2, "cpu", False),
+        full(2, "AdamW", torch.bfloat16, 2, "cpu", False),
         (2, "torch.AdamW", torch.bfloat16, 3, "cpu", True),
         (3, "AdamW", torch.float32, 0, "cpu", False),
         (2, "torch.AdamW", torch.bfloat16, 0, "disk", True),
-        (2, "AdamW", torch.float32, 2, "disk", False),
+        full(2, "AdamW", torch.float32, 2, "disk", False),
     ],
 )
 def test_delayed_updates_have_the_bits_of_a_simulation(
