@@ -10,14 +10,14 @@ part by part, and written back, where each rank has its own part only.
 
 | file | what it does |
 |---|---|
-| empty_model.py | empty_model, empty_like_config |
+| models_without_memory.py | empty_model, empty_like_config |
 | weights.py | PretrainedWeights: check, fill |
 | sources.py | which tensors of the files a tensor of the model is made of, and back |
 | layouts.py | a rank's part of a tensor, and the tensor as it is in the files |
 | saving.py, save_plan.py | save_pretrained; who writes what into which file |
 """
 
-from pyops.hub.pretrained.empty_model import empty_like_config, empty_model
+from pyops.hub.pretrained.models_without_memory import empty_like_config, empty_model
 from pyops.hub.pretrained.saving import save_pretrained
 from pyops.hub.pretrained.weights import PretrainedWeights, WeightReport
 

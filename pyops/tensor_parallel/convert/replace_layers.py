@@ -83,10 +83,7 @@ def replace_layers(model: nn.Module, replacements: ReplacementPlan) -> Report:
         p for p in model.parameters() if id(p) in replacements.tied
     ]  # so that no other gets their ids
     _swap(model, replacements)
-    for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None and (new := replacements.tied.get(id(p))) is not None:
-                module.register_parameter(key, new)
+    _share(model, replacements)
     del kept
     _place_partial(replacements, whole)
     for name, heads in replacements.heads.items():
@@ -108,6 +105,23 @@ def replace_layers(model: nn.Module, replacements: ReplacementPlan) -> Report:
         blocks[-1].register_forward_hook(JoinTokens(tokens))
     report.elements = elements, sum(p.numel() for p in model.parameters())
     return report
+
+
+def _share(model: nn.Module, replacements: ReplacementPlan) -> None:
+    """Give the parameters that are cut now to the other modules that have them, such as BERT's
+    predictions the bias of their decoder, with the placements."""
+    places = {
+        id(module.get_parameter(key)): place
+        for module in model.modules()
+        for key, place in getattr(module, "placements", {}).items()
+    }
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is None or (new := replacements.tied.get(id(p))) is None:
+                continue
+            module.register_parameter(key, new)
+            kept = getattr(module, "placements", {})
+            module.placements = {**kept, key: places[id(new)]}  # type: ignore[assignment]
 
 
 def _swap(model: nn.Module, replacements: ReplacementPlan) -> None:

@@ -54,13 +54,14 @@ def empty_model(folder: Path | str, **config_overrides: Any) -> nn.Module:
         if getattr(config, "dtype", None) is None:
             found = sorted({name for name in weights._weights.dtypes.values() if name in FLOATING})
             config.dtype = FLOATING[found[-1]] if found else torch.float32
-        model = empty_like_config(kind, config)
+        model: Any = empty_like_config(kind, config)
         if any(name in model.state_dict() for name, _ in model.named_buffers()):
             weights.check(model, allow_missing=True, allow_unused=True)
             weights.fill_buffers(model)
     if model.can_generate() and (folder / GENERATION).is_file():
         model.generation_config = _transformers().GenerationConfig.from_pretrained(folder)
-    return model
+    made: nn.Module = model
+    return made
 
 
 def empty_like_config(cls: type[nn.Module], config: Any) -> Any:
