@@ -32,6 +32,15 @@ from tests.workers import ROOT
 pytestmark = pytest.mark.cpu_only
 
 ELSEWHERE = {
+    # other libraries, in docs/migrate.md
+    "DeepSpeedPlugin",
+    "FullyShardedDataParallelPlugin",
+    "OneBitLamb",
+    "PipelineModule",
+    "ZeroRedundancyOptimizer",
+    "bucket_cap_mb=25",
+    "get_model_state_dict",
+    "reshard_after_forward=False",
     # transformers, accelerate
     "GPT2LMHeadModel",
     "LlamaForCausalLM",
@@ -62,6 +71,23 @@ FOREIGN_FLAGS = {
     "--standalone",
     "--no-build-isolation",
     "--index-url",  # pip
+    # Megatron-LM
+    "--bf16",
+    "--clip-grad",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--fp16",
+    "--global-batch-size",
+    "--load",
+    "--micro-batch-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--pipeline-model-parallel-size",
+    "--recompute-granularity",
+    "--sequence-parallel",
+    "--tensor-model-parallel-size",
+    "--use-distributed-optimizer",
 }
 TORCH = (
     torch,
