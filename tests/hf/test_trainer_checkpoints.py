@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pyops.zero import ZeroConfig
+from tests.grids import full
 from tests.hf.runs import finished, gpt2, launched, trainer
 
 pytestmark = pytest.mark.cpu_only
@@ -42,8 +43,8 @@ BF16 = ZeroConfig(2, precision="bf16")
 @pytest.mark.parametrize(
     ("zero", "later"),
     [
-        (ZeroConfig(1), ZeroConfig(1)),
-        (ZeroConfig(3), ZeroConfig(3)),
+        full(ZeroConfig(1), ZeroConfig(1)),
+        full(ZeroConfig(3), ZeroConfig(3)),
         (BF16, BF16),
         (ZeroConfig(3), ZeroConfig(2)),
     ],

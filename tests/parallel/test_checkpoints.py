@@ -12,6 +12,7 @@ import torch
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, PipelineOptions, Trainer, parallelize
 from pyops.zero import ZeroConfig
+from tests.grids import full
 from tests.parallel.test_trainer import close, own_rows, rows_for
 from tests.parallel.tiny_transformers import make_model
 
@@ -55,11 +56,11 @@ def went_on(rank: int, group: object, name: str, plan: ParallelPlan, folder: Pat
     ("name", "before", "after"),
     [
         ("gpt2", "tp", "pp"),
-        ("gpt2", "pp", "tp"),
-        ("gpt2", "alone", "zero 3"),
+        full("gpt2", "pp", "tp"),
+        full("gpt2", "alone", "zero 3"),
         ("llama tied", "interleaved", "tp"),
-        ("llama tied", "zero 1", "pp"),
-        ("t5", "pp", "alone"),
+        full("llama tied", "zero 1", "pp"),
+        full("t5", "pp", "alone"),
         ("t5", "zero 3", "interleaved"),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
 from pyops.zero import ZeroConfig
+from tests.grids import cut
 from tests.parallel.test_trainer import close, own_rows, rows_for
 from tests.parallel.tiny_transformers import batch_for, make_model
 
@@ -51,15 +52,24 @@ def logits_of(folder: Path, name: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        *[("llama", plan) for plan in PLANS if plan != "bf16"],
-        ("llama tied", "tp 2 x pp 2"),
-        ("gpt2", "tp 2 x pp 2"),
-        ("t5", "pp 2"),
-        ("bert", "tp 2"),
-        ("vit", "dp 2, zero 3"),
-        ("qwen3", "pp 2"),
-    ],
+    cut(
+        [
+            *[("llama", plan) for plan in PLANS if plan != "bf16"],
+            ("llama tied", "tp 2 x pp 2"),
+            ("gpt2", "tp 2 x pp 2"),
+            ("t5", "pp 2"),
+            ("bert", "tp 2"),
+            ("vit", "dp 2, zero 3"),
+            ("qwen3", "pp 2"),
+        ],
+        keep=[
+            ("llama", "one"),
+            ("llama tied", "tp 2 x pp 2"),
+            ("t5", "pp 2"),
+            ("bert", "tp 2"),
+            ("vit", "dp 2, zero 3"),
+        ],
+    ),
 )
 def test_a_folder_becomes_a_trained_folder(name, plan, world, tmp_path):
     no_dropout: dict[str, Any] = {
