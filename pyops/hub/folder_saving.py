@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.writing import replace_folder
-from pyops.comm.agreement import agree, gather, naming_lost_ranks, ranks_agree
+from pyops.comm.agreement import agree, gather, ranks_agree
 from pyops.failure import CommunicationError
 from pyops.hub.architectures.architecture import Architecture, Entry
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.folder_files import CONFIG, HubError, read_config
+from pyops.hub.part_gathering import gather_parts
 from pyops.hub.weight_packing import Source
 from pyops.mesh import ALONE
 from pyops.ops.memory import require_memory, resolved_view
@@ -298,17 +298,11 @@ class _Gathered:
 def _gather(entry: Entry, ranks: Ranks) -> Tensor | None:
     """The whole parameter on rank 0, None on others. A parameter that all ranks hold whole is not
     sent."""
-    place, local = entry.placement, resolved_view(entry.parameter.detach())
-    if ranks.size == 1 or place is None or place.dim is None:
-        return local
-    raw = local.contiguous().view(torch.uint8)
-    parts = [torch.empty_like(raw) for _ in range(ranks.size)] if ranks.rank == 0 else None
-    with naming_lost_ranks("the gathering of parameters for a save", group=ranks.process_group):
-        dist.gather(raw, parts, group=ranks.process_group, group_dst=0)
-    if parts is None:
-        return None
-    first = [parts[r].view(local.dtype) for r in range(0, ranks.size, place.copies)]
-    return torch.cat(first, dim=place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
+    local = resolved_view(entry.parameter.detach())
+    whole = gather_parts(local, entry.placement, ranks)
+    # What is whole everywhere is given on every rank, as without a group.
+    cut = ranks.size > 1 and entry.placement is not None and entry.placement.dim is not None
+    return whole if cut else local
 
 
 def _unpack(whole: Tensor, source: Source) -> Tensor:

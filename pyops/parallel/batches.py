@@ -46,9 +46,6 @@ class BatchShare:
     all_rows: int
     """Of all copies."""
 
-    most_rows: int
-    """Of the copy that has the most."""
-
     count: float
     """By how many terms the sum of the losses of all rows is divided."""
 
@@ -90,7 +87,7 @@ def share_of(
     mine = 0 if ranks is None else dist.get_rank(ranks)
     sizes = [rows for _, rows, _, _ in everyone]
     return BatchShare(
-        sum(sizes[:mine]), rows, sum(sizes), max(sizes), sum(count for _, _, count, _ in everyone)
+        sum(sizes[:mine]), rows, sum(sizes), sum(count for _, _, count, _ in everyone)
     )
 
 

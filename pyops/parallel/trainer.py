@@ -326,8 +326,8 @@ class Trainer:
         stages = None if staged is None else staged.own_blocks
         num_blocks = 0 if staged is None else len(staged.names)
         kept = KeptKeys(self.model, stages, num_blocks) if keeps else None
-        rows = [len(given["input_ids"])] if self.mesh.size("dp") > 1 else [0]
-        first_row = sum(gather(rows[0], group=self._dp)[: self.mesh.rank("dp")])
+        rows = gather(len(given["input_ids"]), group=self._dp)
+        first_row = sum(rows[: self.mesh.rank("dp")])
         with self._evaluating(), self.optimizer.whole_parameters():
             return generate_tokens(self._logits, given, chosen, kept=kept, first_row=first_row)
 

@@ -59,7 +59,7 @@ FLOORS = {
         ["runtime"],
     ],
     "hub": [
-        ["folder_files", "weight_packing"],
+        ["folder_files", "part_gathering", "weight_packing"],
         ["config_fields"],
         ["architectures"],
         ["folder_loading", "folder_saving", "pretrained"],

@@ -6,16 +6,13 @@ in the files, Conv1D      whole, as laid out         rank 0            rank 1
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.failure import naming_lost_ranks
 from pyops.flat import Placement
+from pyops.hub.part_gathering import gather_parts
 from pyops.ops.memory import resolved_view
 from pyops.tensor_parallel import Ranks
-from pyops.tensor_parallel.convert.grouped_columns import GroupedColumns
-from pyops.tensor_parallel.convert.module_swap import laid_out
+from pyops.tensor_parallel.convert.module_swap import laid_back, laid_out
 
 __all__ = ["copy_part", "gathered", "placement_of", "whole_shape"]
 
@@ -80,26 +77,6 @@ def gathered(module: nn.Module, key: str, tensor: Tensor, ranks: Ranks) -> Tenso
         tensor: This rank's part.
         ranks: That share the layer.
     """
-    place, local = placement_of(module, key), resolved_view(tensor.detach())
-    if place is None:
-        return local if ranks.rank == 0 else None
-    if ranks.size > 1 and place.dim is not None:
-        raw = local.contiguous().view(torch.uint8)
-        parts = [torch.empty_like(raw) for _ in range(ranks.size)] if ranks.rank == 0 else None
-        with naming_lost_ranks("the gathering of parameters for a save", group=ranks.process_group):
-            dist.gather(raw, parts, group=ranks.process_group, group_dst=0)
-        if parts is None:
-            return None
-        first = [parts[r].view(local.dtype) for r in range(0, ranks.size, place.copies)]
-        del raw, parts
-        local = torch.cat(first, place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
-    return _as_before(module, local) if ranks.rank == 0 else None
-
-
-def _as_before(module: nn.Module, whole: Tensor) -> Tensor:
-    """The way back of `laid_out`."""
-    if getattr(module, "stacked", None):
-        whole = whole.flatten(0, 1)
-    if isinstance(module, GroupedColumns):
-        whole = module.as_packed(whole)
-    return whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole
+    place = placement_of(module, key)
+    whole = gather_parts(resolved_view(tensor.detach()), place, ranks)
+    return whole if whole is None or place is None else laid_back(module, whole)

@@ -19,7 +19,15 @@ from pyops.tensor_parallel.layers.layer_config import ColumnConfig, EmbeddingCon
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.torch_private import has_hooks
 
-__all__ = ["ModuleCut", "SharedParameters", "check_kind", "filled", "laid_out", "swapped"]
+__all__ = [
+    "ModuleCut",
+    "SharedParameters",
+    "check_kind",
+    "filled",
+    "laid_back",
+    "laid_out",
+    "swapped",
+]
 
 SharedParameters = dict[int, nn.Parameter | None]  # by the id of the parameter as it was
 
@@ -280,6 +288,16 @@ def laid_out(layer: nn.Module | None, whole: Tensor, place: Placement) -> Tensor
     if isinstance(layer, GroupedColumns):
         whole = layer.by_group(whole)
     return whole.reshape(place.global_shape)
+
+
+def laid_back(module: nn.Module, whole: Tensor) -> Tensor:
+    """The way back of `laid_out`: a whole tensor of the layer as that of the module that was
+    swapped."""
+    if getattr(module, "stacked", None):
+        whole = whole.flatten(0, 1)
+    if isinstance(module, GroupedColumns):
+        whole = module.as_packed(whole)
+    return whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole
 
 
 def filled(layer: nn.Module, module: nn.Module, tied: SharedParameters) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.convert.grouped_columns import GroupedColumns
+from pyops.tensor_parallel.convert.module_swap import laid_back
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["whole_state_dict"]
@@ -54,10 +54,4 @@ def _whole(local: Tensor, module: nn.Module, place: Placement, ranks: Ranks) -> 
     whole = torch.cat(parts[:: place.copies], place.dim).narrow(
         place.dim, 0, place.global_shape[place.dim]
     )
-    if getattr(module, "stacked", None):
-        whole = whole.flatten(0, 1)
-    if isinstance(module, GroupedColumns):
-        whole = module.as_packed(whole)
-    return (
-        whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole
-    ).contiguous()
+    return laid_back(module, whole).contiguous()
