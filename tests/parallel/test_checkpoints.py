@@ -65,7 +65,10 @@ def went_on(rank: int, group: object, name: str, plan: ParallelPlan, folder: Pat
     ],
 )
 def test_another_plan_goes_on(name, before, after, world, tmp_path):
-    expected = steps(make(name, ALONE), name, 0, 6)[3:]
+    trainer = make(name, ALONE)
+    untrained = trainer.evaluate([rows_for(name, 3)])
+    expected = steps(trainer, name, 0, 6)[3:]
+    assert abs(trainer.evaluate([rows_for(name, 3)]) - untrained) > 1e-3, "nothing is learnt"
     for plan, body in ((before, saved), (after, went_on)):
         if plan == "alone":
             found = [body(0, None, name, ALONE, tmp_path / "c")]
@@ -79,7 +82,9 @@ def test_another_plan_goes_on(name, before, after, world, tmp_path):
 def test_a_learning_rate_goes_on(tmp_path):
     trainer = make("llama tied", ALONE)
     trainer.optimizer.param_groups[0]["lr"] = 1e-4
+    before = [p.clone() for p in trainer.model.parameters()]
     steps(trainer, "llama tied", 0, 1)
+    assert not any(map(torch.equal, trainer.model.parameters(), before))
     trainer.save(tmp_path / "c")
     again = make("llama tied", ALONE)
     again.load(tmp_path / "c")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyops.optim import AdamW
-from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
+from pyops.parallel import ParallelPlan, PipelineOptions, Trainer, parallelize
 from pyops.parallel.losses import LabelLoss
 from pyops.zero import ZeroConfig
 from tests.parallel.tiny_transformers import batch_for, make_model
@@ -77,7 +77,14 @@ def uneven(rank: int, group: object, plan: ParallelPlan, split: int) -> list[flo
         if trainer.mesh.size("dp") == 1:
             rows = slice(0, 7)
         losses.append(trainer.step({key: value[rows] for key, value in batch.items()}))
+    assert_learns(trainer, losses[0])
     return losses
+
+
+def assert_learns(trainer: Trainer, first: float) -> None:
+    """The loss of the first step's rows is another by now: something was stepped."""
+    again = trainer.evaluate([batch_for("llama", rows=7, seed=0)])
+    assert abs(again - first) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,7 @@ def test_padding_changes_nothing():
         trainer = parallelize(make_model("llama"), optimizer=partial(AdamW, lr=1e-2))
         losses.append([trainer.step(rows) for _ in range(3)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][0] - losses[0][2] > 1e-3
 
 
 def pair(outputs: Any, batch: Any) -> Tensor:

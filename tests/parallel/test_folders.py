@@ -116,6 +116,9 @@ def test_16_bits(world, tmp_path):
         assert losses == pytest.approx(expected, abs=0.05)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype="auto")
     assert saved.dtype == torch.bfloat16
+    weights = dict(make_model("llama").bfloat16().named_parameters())
+    same = [name for name, p in saved.named_parameters() if torch.equal(p, weights[name])]
+    assert not same, "nothing was trained"
 
 
 def refused(rank: int, group: object, folder: Any) -> str:
