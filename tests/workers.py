@@ -23,6 +23,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -50,6 +51,7 @@ ROOMS = (
     "offload",
     "onebit",
     "optim",
+    "parallel",
     "pipeline",
     "tensor_parallel",
     "train",
@@ -126,6 +128,7 @@ def fork_server() -> Any:
         "torch._dynamo",
         "pytest",
         *(f"pyops.{room}" for room in ROOMS),
+        "transformers.models.gpt2.modeling_gpt2",  # and with it what all models import
     ]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(modules)
@@ -145,6 +148,7 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
         limit = datetime.timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        num_modules = len(sys.modules)
         while True:
             try:
                 module, name, device, args = pipe.recv()
@@ -159,6 +163,9 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
                 answer = (None, traceback.format_exc())
             else:
                 _destroy_groups()
+                if len(sys.modules) != num_modules:
+                    gc.freeze()
+                    num_modules = len(sys.modules)
             pipe.send(answer)
     # A peer may be gone already; leaving without ceremony is what keeps a failed test short.
     os._exit(0)
