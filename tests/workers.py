@@ -41,7 +41,16 @@ from torch.multiprocessing import reductions
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.collectives.probe import Cost
 
-__all__ = ["Outcome", "Pool", "RankError", "fork_server", "spawn_ranks", "spawn_worlds", "world"]
+__all__ = [
+    "Outcome",
+    "Pool",
+    "RankError",
+    "collect_garbage",
+    "fork_server",
+    "spawn_ranks",
+    "spawn_worlds",
+    "world",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
@@ -71,6 +80,7 @@ DTYPES = (
         for name in ("float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
     ),
 )
+_looked_at = {"modules": 0}
 Body = Callable[..., Any]  # (rank, group, *args) -> anything that can be pickled
 
 
@@ -139,16 +149,12 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
     """A worker's life: join the group, then run one body after another until the pipe closes."""
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    # what was imported is never garbage: looking through it after each body would take a fifth of a
-    # second
-    gc.freeze()
     Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         limit = datetime.timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-        num_modules = len(sys.modules)
         while True:
             try:
                 module, name, device, args = pipe.recv()
@@ -163,18 +169,24 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
                 answer = (None, traceback.format_exc())
             else:
                 _destroy_groups()
-                if len(sys.modules) != num_modules:
-                    gc.freeze()
-                    num_modules = len(sys.modules)
             pipe.send(answer)
     # A peer may be gone already; leaving without ceremony is what keeps a failed test short.
     os._exit(0)
 
 
+def collect_garbage() -> None:
+    """gc.collect, which from then on passes over what has been imported: that is never garbage, and
+    looking through it would take a fifth of a second each time."""
+    gc.collect()
+    if _looked_at["modules"] != len(sys.modules):
+        gc.freeze()
+        _looked_at["modules"] = len(sys.modules)
+
+
 def _destroy_groups() -> None:
     """All groups that a body made and left. Each has threads that look around a hundred times a
     second: those of some hundred tests would leave the next ones no time."""
-    gc.collect()
+    collect_garbage()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             release(group)

@@ -26,7 +26,6 @@ imports are shared.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 import re
@@ -41,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.workers import ROOT, fork_server
+from tests.workers import ROOT, collect_garbage, fork_server
 
 __all__ = [
     "Blocks",
@@ -209,7 +208,7 @@ def _serve(rank: int, pipe: Any) -> None:
             dist.destroy_process_group()
         for name in variables:
             del os.environ[name]
-        gc.collect()
+        collect_garbage()
         pipe.send((printed.getvalue(), error))
 
 
