@@ -11,6 +11,7 @@
 | composition.py | parallelize: the order in which the parts are put together |
 | trainer.py | Trainer: step, evaluate, save, load, save_pretrained |
 | losses.py | losses as (sum, count), divided once |
+| fused_head.py | the loss in the last layer of a language model, without whole logits |
 | batches.py | which rows of a step are whose |
 | keyed_dropout.py, keyed_stream.py | dropout whose masks are the same on every layout |
 | generation.py | tokens that follow a prompt |

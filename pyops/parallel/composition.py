@@ -10,6 +10,7 @@ The order, which this file states alone:
     6  pipeline          blocks of other ranks go          stages/
     7  ZeRO              parameters get their memory and   pyops.zero
                          values; states over "dp"
+    8  fused loss        in the model's last layer         fused_head.py
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import on_first_rank, ranks_agree
 from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.parallel.batches import accepted_names
+from pyops.parallel.fused_head import FusedHead, head_name
 from pyops.parallel.keyed_dropout import key_dropout
-from pyops.parallel.losses import CountedLoss, loss_of
+from pyops.parallel.losses import IGNORED, LabelLoss, loss_of
 from pyops.parallel.model_checks import check_model, check_optimizer
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.block_lists import find_block_lists
@@ -98,12 +100,21 @@ def parallelize(
     mesh = _checked_mesh(mesh, plan) or Mesh(axes, device_type=device.type)
     stages = _plan_stages(source.model, plan, lists, example_inputs, device)
     before = Snapshot(source.model)
+    head = None
     try:
-        staged = _cut(source.model, plan, mesh, stages, loss=counted, example_inputs=example_inputs)
+        _change_layers(source.model, plan, mesh, example_inputs)
+        accepted, name = accepted_names(source.model), head_name(source.model)
+        staged = None
+        if stages is not None:
+            staged = StagedModel(
+                source.model, stages, mesh=mesh, loss=counted, named_arguments=accepted
+            )
         zero = _make_optimizer(source.model, plan, mesh, optimizer, source, device)
         source.finish()
         if staged is not None:
             staged.connect(zero)
+        if name is not None and plan.fused_loss and isinstance(counted, LabelLoss):
+            head = None if plan.sequence_parallel else _fuse(source.model, name, staged, counted)
     except BaseException:
         before.restore()
         raise
@@ -114,23 +125,15 @@ def parallelize(
         plan=plan,
         loss=counted,
         staged=staged,
+        head=head,
         save_folder=lambda folder: source.save(folder, mesh),
         seed=seed,
     )
     return Trainer(parts)
 
 
-def _cut(
-    model: nn.Module,
-    plan: ParallelPlan,
-    mesh: Mesh,
-    stages: StagePlan | None,
-    *,
-    loss: CountedLoss,
-    example_inputs: Any,
-) -> StagedModel | None:
-    """Steps 2 to 6: what is done to the model before its parameters are shared out."""
-    accepted = accepted_names(model)
+def _change_layers(model: nn.Module, plan: ParallelPlan, mesh: Mesh, example_inputs: Any) -> None:
+    """Steps 2 to 5."""
     _cut_layers(model, plan, mesh, example_inputs)
     with ranks_agree():
         key_dropout(model, group=mesh.group("tp") or ALONE)
@@ -138,9 +141,14 @@ def _cut(
             recompute.apply(model, plan.recompute)
         if plan.compile:
             _compile_blocks(model, find_block_lists(model, plan.pipeline.blocks))
-    if stages is None:
-        return None
-    return StagedModel(model, stages, mesh=mesh, loss=loss, named_arguments=accepted)
+
+
+def _fuse(model: nn.Module, name: str, staged: StagedModel | None, loss: LabelLoss) -> FusedHead:
+    """Step 8."""
+    head = FusedHead(model, model.get_submodule(name), shifts=loss.shifts, ignored=IGNORED)
+    if staged is not None:
+        staged.set_head(head)
+    return head
 
 
 def _checked_mesh(mesh: Mesh | None, plan: ParallelPlan) -> Mesh | None:

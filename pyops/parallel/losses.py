@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.parallel.fused_head import SummedLoss
+
 __all__ = ["IGNORED", "Batch", "CountedLoss", "LabelLoss", "PairLoss", "loss_of"]
 
 IGNORED = -100  # a label that does not count, as in transformers and torch
@@ -70,6 +72,8 @@ class LabelLoss:
 
     def sum(self, outputs: Any, batch: Batch) -> Tensor:
         """Nats of the labels."""
+        if isinstance(outputs, SummedLoss):
+            return outputs.nats
         labels, logits = self._labels(batch), outputs["logits"]
         if self.shifts:  # labels are padded, for a slice of the logits would be copied
             labels = functional.pad(labels, (0, 1), value=IGNORED)

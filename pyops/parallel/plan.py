@@ -108,6 +108,11 @@ class ParallelPlan:
     """Without a pipeline: in how many parts the rows of a step are computed, one after the
     other."""
 
+    fused_loss: bool = True
+    """Whether the last layer of a language model computes the cross entropy by itself, without the
+    logits of all tokens at a time (`pyops.tensor_parallel.linear_cross_entropy`), where the model
+    returns its logits as they are. With sequence_parallel, or a loss of your own, it does not."""
+
     compile: bool = False
     """Whether each block is compiled by torch.compile, before the pipeline is cut."""
 

@@ -31,6 +31,7 @@ from pyops.parallel.batches import (
     model_arguments,
     share_of,
 )
+from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.generation import GenerationOptions, KeptKeys, generate_tokens
 from pyops.parallel.keyed_dropout import set_keyed_dropout
 from pyops.parallel.losses import CountedLoss
@@ -62,6 +63,9 @@ class TrainerParts:
 
     staged: StagedModel | None
     """The pipeline; None without one."""
+
+    head: FusedHead | None
+    """Computes the loss with the last layer; None where the logits are needed."""
 
     save_folder: Callable[[Path], None]
     """Writes the model as a Hugging Face folder."""
@@ -184,8 +188,7 @@ class Trainer:
             row += _num_rows(rows)
             last = number + 1 == len(several)
             with nullcontext() if last else optimizer.no_sync():
-                outputs = self.model(**model_arguments(rows, self._accepted))
-                summed = loss.sum(outputs, rows)
+                summed = loss.sum(self._outputs(rows), rows)
                 (summed * scale).backward()
             total += float(summed.detach())
         return total
@@ -199,10 +202,21 @@ class Trainer:
         for rows in microbatches(batch, self.parts.plan.microbatches):
             starts.append(starts[-1] + _num_rows(rows))
         staged.before_forward = lambda number: self._key_dropout(starts[number])
-        arguments = model_arguments(batch, self._accepted)
+        arguments = self._stage_arguments(batch)
         with self.optimizer.no_sync():
             total = staged.step(arguments, batch, rows=_num_rows(batch), scale=scale)
         return float(total)
+
+    def _outputs(self, rows: dict[str, Any]) -> Any:
+        """What the model returns for these rows, or their loss."""
+        arguments = model_arguments(rows, self._accepted)
+        if self.parts.head is None:
+            return self.model(**arguments)
+        return self.parts.head.call(lambda: self.model(**arguments), rows["labels"])
+
+    def _stage_arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
+        arguments = model_arguments(batch, self._accepted)
+        return arguments if self.parts.head is None else {**arguments, LABELS: batch["labels"]}
 
     def _key_dropout(self, first_row: int) -> None:
         if self._dropouts:
@@ -278,14 +292,13 @@ class Trainer:
             yield self._padded(batch, share), share
 
     def _sum_of(self, batch: dict[str, Any]) -> float:
-        arguments = model_arguments(batch, self._accepted)
-        if self.parts.staged is not None:
-            staged = self.parts.staged
+        staged = self.parts.staged
+        if staged is not None:
+            arguments = self._stage_arguments(batch)
             return float(staged.evaluate(arguments, batch, rows=_num_rows(batch)))
         total = 0.0
         for rows in microbatches(batch, self.parts.plan.num_microbatches):
-            outputs = self.model(**model_arguments(rows, self._accepted))
-            total += float(self.parts.loss.sum(outputs, rows))
+            total += float(self.parts.loss.sum(self._outputs(rows), rows))
         return total
 
     @contextmanager

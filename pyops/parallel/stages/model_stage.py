@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.stages.model_layout import ModelLayout
 from pyops.parallel.stages.placeholder import Placeholder
 from pyops.parallel.stages.stage_range import BlockGate, StageExit, StageRange
@@ -69,6 +70,9 @@ class ModelStage(nn.Module):
             another rank.
         stage_range: Of the model.
         named_arguments: The names of the arguments of the model's forward.
+
+    Attributes:
+        head: Of the last stage: computes the loss of the labels that it is given.
     """
 
     def __init__(
@@ -82,8 +86,9 @@ class ModelStage(nn.Module):
         super().__init__()
         # Not a submodule: the stage's parameters are those of `modules` alone.
         object.__setattr__(self, "_model", model)
-        self.bounds, self.named_arguments = bounds, named_arguments
+        self.bounds, self.named_arguments = bounds, named_arguments | {LABELS}
         self._stage_range = stage_range
+        self.head: FusedHead | None = None
         for name, module in modules.items():
             self.add_module(name.replace(".", "/"), module)
 
@@ -102,10 +107,14 @@ class ModelStage(nn.Module):
             name: value.of_stage(self.bounds.begin) if isinstance(value, CachePerStage) else value
             for name, value in arguments.items()
         }
+        labels = arguments.pop(LABELS, None)
         received = values if self.bounds.begin else None
         with self._stage_range.within(self.bounds.begin, self.bounds.end, received):
             try:
-                return self.__dict__["_model"](*args, **arguments)
+                model = self.__dict__["_model"]
+                if self.head is None:
+                    return model(*args, **arguments)
+                return self.head.call(lambda: model(*args, **arguments), labels)
             except StageExit as exit_:
                 return exit_.values
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import naming_lost_ranks
 from pyops.mesh import Mesh
+from pyops.parallel.fused_head import FusedHead
 from pyops.parallel.losses import CountedLoss
 from pyops.parallel.stages.model_layout import ModelLayout
 from pyops.parallel.stages.model_stage import ModelStage, cut_into_stages
@@ -120,6 +121,16 @@ class StagedModel:
         self.before_forward: BeforeForward = lambda number: None
         self.pipeline: Pipeline | None = None
         self._one_batch: Pipeline | None = None
+
+    def set_head(self, head: FusedHead) -> None:
+        """Let the last stage compute the loss in its head.
+
+        Args:
+            head: Of the model.
+        """
+        for stage in self.stages:
+            if stage.bounds.end is None:
+                stage.head = head
 
     def connect(self, optimizer: ZeroOptimizer) -> None:
         """Make the pipeline, once the stages' parameters have their memory. A collective.
