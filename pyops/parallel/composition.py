@@ -16,7 +16,7 @@ The order, which this file states alone:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops import recompute, tensor_parallel
-from pyops.comm.agreement import on_first_rank, ranks_agree
+from pyops.comm.agreement import check_same, on_first_rank, ranks_agree
 from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.parallel.batches import accepted_names
 from pyops.parallel.fused_head import FusedHead, head_name
 from pyops.parallel.keyed_dropout import key_dropout
 from pyops.parallel.losses import IGNORED, LabelLoss, loss_of
-from pyops.parallel.model_checks import check_model, check_optimizer
+from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.block_lists import find_block_lists
 from pyops.parallel.stages.layout_trial import find_layout
@@ -91,13 +91,24 @@ def parallelize(
             raise TypeError(f"plan is {plan!r}; give pyops.parallel.ParallelPlan(tp=2)")
         plan.validate()
         check_optimizer(optimizer)
+        check_mesh(mesh, plan)
         axes = plan.axes(dist.get_world_size() if dist.is_initialized() else 1)
         source = ModelSource.of(model)
         check_model(source.model, plan)
         counted = loss_of(source.model, loss)
         lists = find_block_lists(source.model, plan.pipeline.blocks) if plan.pp > 1 else []
     device = torch.device(device)
-    mesh = _checked_mesh(mesh, plan) or Mesh(axes, device_type=device.type)
+    check_same(
+        {
+            **{f"plan.{f.name}": repr(getattr(plan, f.name)) for f in fields(plan)},
+            "seed": str(seed),
+            "device": device.type,
+            "loss": "None" if loss is None else "a pair of functions",
+            "the model": described(source.model),
+        },
+        who="parallelize",
+    )
+    mesh = mesh or Mesh(axes, device_type=device.type)
     stages = _plan_stages(source.model, plan, lists, example_inputs, device)
     before = Snapshot(source.model)
     head = None
@@ -149,19 +160,6 @@ def _fuse(model: nn.Module, name: str, staged: StagedModel | None, loss: LabelLo
     if staged is not None:
         staged.set_head(head)
     return head
-
-
-def _checked_mesh(mesh: Mesh | None, plan: ParallelPlan) -> Mesh | None:
-    """ValueError for a mesh of other sizes than the plan's."""
-    if mesh is None:
-        return None
-    for axis in ("tp", "pp"):
-        if mesh.size(axis) != getattr(plan, axis):
-            raise ValueError(
-                f"the mesh has {mesh.size(axis)} ranks along {axis!r}, but the plan's {axis} is "
-                f"{getattr(plan, axis)}; make the mesh with the plan's sizes, or leave it out"
-            )
-    return mesh
 
 
 def _plan_stages(

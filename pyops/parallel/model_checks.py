@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from pyops.mesh import Mesh
 from pyops.parallel.plan import ParallelPlan
 
-__all__ = ["check_model", "check_optimizer"]
+__all__ = ["check_mesh", "check_model", "check_optimizer", "described"]
 
 WRAPPERS = (DataParallel, DistributedDataParallel)
 
@@ -32,6 +34,40 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer is {optimizer!r}; give what makes it of a list of parameters: "
             "lambda params: pyops.optim.AdamW(params, lr=1e-4)"
         )
+
+
+def check_mesh(mesh: Any, plan: ParallelPlan) -> None:
+    """Refuse what is no mesh, or one of other sizes than the plan's.
+
+    Raises:
+        TypeError: It is no pyops.mesh.Mesh.
+        ValueError: It has another number of ranks along "tp" or "pp".
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; give pyops.mesh.Mesh(pyops.mesh.Axes(pp=..., "
+            "dp=..., tp=...)), or leave it out"
+        )
+    for axis in ("tp", "pp"):
+        if mesh.size(axis) != getattr(plan, axis):
+            raise ValueError(
+                f"the mesh has {mesh.size(axis)} ranks along {axis!r}, but the plan's {axis} is "
+                f"{getattr(plan, axis)}; make the mesh with the plan's sizes, or leave it out"
+            )
+
+
+def described(model: nn.Module) -> str:
+    """The model's class and its parameters, in a few words: the same of models that are alike.
+
+    Args:
+        model: On any device.
+    """
+    shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+    mark = hashlib.blake2b(repr(shapes).encode(), digest_size=4).hexdigest()
+    number = sum(p.numel() for p in model.parameters())
+    return f"a {type(model).__name__} of {number:,} parameters (names and shapes: {mark})"
 
 
 def check_model(model: nn.Module, plan: ParallelPlan) -> None:

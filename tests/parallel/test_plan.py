@@ -142,3 +142,32 @@ def test_a_model_of_another_trainer_is_refused():
     parallelize(model, optimizer=torch.optim.AdamW)
     with pytest.raises(ValueError, match="already"):
         parallelize(model, optimizer=torch.optim.AdamW)
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "plan": (
+        {"plan": ParallelPlan(zero=ZeroConfig(stage=1))},
+        {"plan": ParallelPlan(zero=ZeroConfig(stage=2))},
+        ("plan.zero", "stage=1", "stage=2"),
+    ),
+    "seed": ({"seed": 1}, {"seed": 2}, ("seed", "1", "2")),
+    "loss": ({}, {"loss": (lambda o, b: o, lambda b: 1)}, ("loss", "None")),
+    "model": ({"model": "gpt2"}, {"model": "llama"}, ("GPT2LMHeadModel", "LlamaForCausalLM")),
+    "mesh": ({}, {"mesh": 3}, ("mesh", "int", "pyops.mesh.Mesh")),
+}
+
+
+def refused_as_different(rank: int, group: object, name: str) -> str:
+    first, second, _ = DIFFERENT[name]
+    given = dict(first if rank == 0 else second)
+    model = make_model(given.pop("model", "gpt2"))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        parallelize(model, **{"optimizer": torch.optim.AdamW, **given})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(DIFFERENT))
+def test_ranks_that_say_different_things_are_told_alike(name, world):
+    said = world(2).run(refused_as_different, name)
+    assert said[0] == said[1]
+    assert all(word in said[0] for word in DIFFERENT[name][2]), said[0]
