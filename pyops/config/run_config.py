@@ -105,11 +105,6 @@ class Config(RunSections):
 
     def _check_pipeline(self) -> None:
         pp, stages, layers = self.parallel.pp, self.parallel.num_stages, self.num_blocks + 2
-        if self.zero.stage > 2:
-            raise ValueError(
-                f"zero.stage is {self.zero.stage}, but parallel.pp is {pp}: parameters would be "
-                "gathered for each micro-batch anew; set zero.stage to 2 or less"
-            )
         if stages > layers:
             raise ValueError(
                 f"parallel.pp is {pp}, {stages} stages by schedule "

@@ -178,7 +178,7 @@ def _plan_stages(
     shapes = meta_copy(model)
     if plan.precision != "fp32":  # as ZeroOptimizer casts the model
         shapes.to(PRECISIONS[plan.precision].dtype)
-    return StagePlan(layout, plan.schedule(), boundaries, shapes, device)
+    return StagePlan(layout, plan.schedule(), boundaries, shapes, device, plan.pipeline.gather_once)
 
 
 def _cut_layers(model: nn.Module, plan: ParallelPlan, mesh: Mesh, example_inputs: Any) -> None:

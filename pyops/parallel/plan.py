@@ -53,6 +53,11 @@ class PipelineOptions:
     """The names of the model's lists of blocks, such as ("model.layers",). None: as the
     tensor-parallel plan of the model's class says, or the largest list of modules of one class."""
 
+    gather_once: bool = False
+    """With zero.stage 3: whether a rank gathers the parameters of its stages once a step, and keeps
+    them whole meanwhile, instead of block by block for each micro-batch. Sends less, takes the
+    memory of a whole stage."""
+
     boundaries: tuple[int, ...] | None = None
     """The first block of each stage and, last, the number of blocks, over all lists. None: the
     stages have about equally many parameters, those of the embeddings apart."""
@@ -93,8 +98,8 @@ class ParallelPlan:
     """Of a plan with pp > 1."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
-    """What the `dp` ranks share out. With pp > 1 stages 0 to 2; the gradients of a pipeline stage
-    are whole until its last micro-batch."""
+    """What the `dp` ranks share out. With pp > 1 the gradients of a pipeline stage are whole until
+    its last micro-batch."""
 
     recompute: tuple[str, ...] = ()
     """Names of modules that keep their inputs alone and compute again in backward, with wildcards:
@@ -235,10 +240,11 @@ class ParallelPlan:
                 "ParallelPlan: zero has reduction='sum'; leave it out: losses are divided by the "
                 "tokens of all ranks"
             )
-        if self.pp > 1 and self.zero.stage > 2:
+        if self.pipeline.gather_once and self.zero.stage < 3:
             raise ValueError(
-                f"ParallelPlan: zero.stage is {self.zero.stage} with pp {self.pp}: parameters "
-                "would be gathered for each micro-batch anew; set zero.stage to 2 or less"
+                "PipelineOptions: gather_once is True, but zero.stage is "
+                f"{self.zero.stage}, where parameters are whole anyway; leave it out, or set "
+                "zero.stage to 3"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(

@@ -191,7 +191,12 @@ def lay_out_units(
     """
     trained = shards.trained
     plans, whole = find_units(
-        model, units, trained=trained, whole_below=whole_below, device=shards.device
+        model,
+        units,
+        trained=trained,
+        whole_below=whole_below,
+        device=shards.device,
+        apart=shards.apart,
     )
     file = _file(plans, shards)
     fresh = {id(m) for m in model.modules() if on_meta(m)}

@@ -83,8 +83,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
     gradients are summed over these ranks, and norms are of the whole parameters. With pipeline
     stages (`pp_group`; `model` is of this rank's layers, named as in the whole) norms, and the
     decision to skip a step, are of all stages, and the gradient of a parameter that several stages
-    hold is the sum of theirs. Stages 0 to 2 only; at stage 2 the gradients of a pipeline
-    stage are whole until its last micro-batch.
+    hold is the sum of theirs. At stages 2 and 3 the gradients of a pipeline stage are whole until
+    its last micro-batch; at stage 3 its units are gathered for each micro-batch, or once a step
+    within `whole_parameters()`.
 
     With a precision that is scaled, call backward() of `optimizer.scale(loss)`: step() unscales,
     changes nothing on any rank where a gradient of any is not finite, and sets the next scale. A
@@ -334,6 +335,16 @@ class ZeroOptimizer(CheckpointedOptimizer):
         which no more come before step(): of a stage of a pipeline, say, while others still compute.
         On all ranks in the same order."""
         self.gradients.reduce(parameters)
+
+    def forward_left(self, values: Sequence[Any]) -> None:
+        """Tell that the model's forward was left by an exception, such as at the end of a stage of
+        a pipeline.
+
+        Args:
+            values: What took the place of its outputs; backward begins with them. Without the call,
+                stage 3 would not know of that backward.
+        """
+        self.gathering.forward_left(values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those that are reduced already. set_to_none makes no

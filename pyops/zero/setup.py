@@ -143,7 +143,7 @@ def _validate(
     tensor_parallel = TensorParallelAxis.of(
         model, factory.optimizer_class, tp_group=groups.tp, group=groups.dp
     )
-    check_stages(groups.pp, group=groups.dp, stage=config.stage)
+    check_stages(groups.pp, group=groups.dp)
     return ZeroSetup(
         model,
         config,

@@ -30,7 +30,10 @@ REFUSED = {
     ),
     "no pipeline": (ParallelPlan(pipeline=PipelineOptions("gpipe")), ("pp is 1", "gpipe")),
     "two ways": (ParallelPlan(pp=2, num_microbatches=3), ("num_microbatches", "3")),
-    "zero with pp": (ParallelPlan(pp=2, zero=ZeroConfig(stage=3)), ("zero.stage", "3")),
+    "gather once": (
+        ParallelPlan(pp=2, pipeline=PipelineOptions(gather_once=True)),
+        ("gather_once", "zero.stage"),
+    ),
     "zero option": (ParallelPlan(zero=ZeroConfig(stage=5)), ("zero.stage", "5")),
     "clipping twice": (
         ParallelPlan(zero=ZeroConfig(max_grad_norm=1.0)),

@@ -47,6 +47,14 @@ PLANS = {
     "pp 2, recompute": (2, ParallelPlan(pp=2, recompute=("model.layers.*",))),
     "pp 2 x dp 2, zero 2": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=2))),
     "pp 2 x dp 2, zero 1": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=1))),
+    "pp 2 x dp 2, zero 3": (
+        4,
+        ParallelPlan(pp=2, pipeline=PipelineOptions("zb1p"), zero=ZeroConfig(stage=3)),
+    ),
+    "pp 2 x dp 2, zero 3, gathered once": (
+        4,
+        ParallelPlan(pp=2, pipeline=PipelineOptions(gather_once=True), zero=ZeroConfig(stage=3)),
+    ),
     "tp 2 x dp 2, zero 1": (4, ParallelPlan(tp=2, zero=ZeroConfig(stage=1))),
 }
 
@@ -127,6 +135,8 @@ IN_SUITE = [
     ("bert", "pp 2, interleaved"),
     ("t5", "pp 2, zbv"),
     ("vit", "tp 2"),
+    ("t5", "pp 2 x dp 2, zero 3"),
+    ("gpt2", "pp 2 x dp 2, zero 3, gathered once"),
 ]
 CASES = cut(
     [
@@ -136,6 +146,10 @@ CASES = cut(
         ("t5", "pp 2, zbv"),
         ("llama tied", "pp 2 x dp 2, zero 2"),
         ("gpt2", "dp 2, zero 3"),
+        ("t5", "pp 2 x dp 2, zero 3"),
+        ("bert", "pp 2 x dp 2, zero 3"),
+        ("llama tied", "pp 2 x dp 2, zero 3"),
+        ("gpt2", "pp 2 x dp 2, zero 3, gathered once"),
         ("bert", "pp 2 x dp 2, zero 1"),
         ("qwen3", "pp 2, recompute"),
         ("vit", "tp 2"),

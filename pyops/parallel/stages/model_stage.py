@@ -13,7 +13,7 @@ tables) is done on every stage, and nothing has to be known of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ class ModelStage(nn.Module):
 
     Attributes:
         head: Of the last stage: computes the loss of the labels that it is given.
+        on_exit: Called with the values for the next stage, where the forward of the model ends
+            before its end.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ModelStage(nn.Module):
         self.bounds, self.named_arguments = bounds, named_arguments | {LABELS}
         self._stage_range = stage_range
         self.head: FusedHead | None = None
+        self.on_exit: Callable[[Sequence[Any]], None] = lambda values: None
         for name, module in modules.items():
             self.add_module(name.replace(".", "/"), module)
 
@@ -116,6 +119,7 @@ class ModelStage(nn.Module):
                     return model(*args, **arguments)
                 return self.head.call(lambda: model(*args, **arguments), labels)
             except StageExit as exit_:
+                self.on_exit(exit_.values)
                 return exit_.values
 
 

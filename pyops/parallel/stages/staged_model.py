@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,10 @@ class StagePlan:
     device: torch.device
     """Of the activations."""
 
+    gather_once: bool = False
+    """Whether the parameters of ZeRO stage 3 are gathered once a step, not for each
+    micro-batch."""
+
 
 class StagedModel:
     """Cuts a model, in place, and runs its stages.
@@ -107,7 +112,7 @@ class StagedModel:
         named_arguments: frozenset[str],
     ) -> None:
         self.model, self.plan, self.mesh, self.loss = model, stages.schedule, mesh, loss
-        self.boundaries = stages.boundaries
+        self.boundaries, self.gather_once = stages.boundaries, stages.gather_once
         self.names = [name for name, _ in stages.layout.blocks()]
         self.stages: list[ModelStage] = cut_into_stages(
             model,
@@ -140,6 +145,9 @@ class StagedModel:
                 hold, and those of the copies of a stage as soon as they are complete.
         """
         self.pipeline = self._pipeline(self.plan)
+        self._optimizer = optimizer
+        for stage in self.stages:
+            stage.on_exit = optimizer.forward_left
         complete = self._complete_after()
 
         def reduce(action: Action) -> None:
@@ -194,7 +202,8 @@ class StagedModel:
         """
         assert self.pipeline is not None
         numbers = torch.arange(rows)
-        return self.pipeline.step(numbers, dict(batch), scale=scale, **arguments)
+        with self._optimizer.whole_parameters() if self.gather_once else nullcontext():
+            return self.pipeline.step(numbers, dict(batch), scale=scale, **arguments)
 
     def evaluate(
         self, arguments: Mapping[str, Any], batch: Mapping[str, Any] | None, *, rows: int

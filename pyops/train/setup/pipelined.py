@@ -12,6 +12,7 @@ checkpoints, first values and dropout are those of one process.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -138,18 +139,23 @@ class PipelinedModel:
             step, first_row: What keys dropout.
         """
         self._keys = {"step": step, "first_row": first_row}
-        with self.zero.no_sync():
+        with self._gathered(), self.zero.no_sync():
             return self.pipeline.step(scale=scale, **self._given(rows_BT))
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """At stage 3 the parameters are gathered once for all micro-batches."""
+        return self.zero.whole_parameters() if self.zero.stage == 3 else nullcontext()
 
     @torch.no_grad()
     def evaluate(self, rows_BT: Tensor) -> Tensor:
         """Nats of any number of sequences, on every rank."""
         self._keys = {}
         total = torch.zeros((), dtype=torch.float64, device="cpu")
-        for some_BT in rows_BT.split(self.num_rows):
-            lacking = self.num_rows - len(some_BT)
-            if len(some_BT):
-                total += self.pipeline(**self._given(some_BT, lacking=lacking))
+        with self._gathered():
+            for some_BT in rows_BT.split(self.num_rows):
+                lacking = self.num_rows - len(some_BT)
+                if len(some_BT):
+                    total += self.pipeline(**self._given(some_BT, lacking=lacking))
         return total
 
     def _given(self, rows_BT: Tensor, *, lacking: int = 0) -> dict[str, Any]:

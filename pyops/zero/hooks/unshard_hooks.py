@@ -328,6 +328,16 @@ class UnshardHooks:
             for other in self.units:
                 self._release(other)
 
+    def forward_left(self, values: Sequence[Any]) -> None:
+        """The model's forward was left by an exception, with these values in the place of its
+        outputs: their backward begins with what is the model's own."""
+        if not self.is_active:
+            return
+        root = next(unit for unit in self.units if unit.is_root)
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(self._begin_backward_of, root))
+
     # ----------------------------------------------------------------------------------------------
     # backward
 

@@ -24,14 +24,15 @@ IsUnit = Callable[[str, nn.Module], bool]
 @dataclass
 class UnitPlan:
     """A unit: its module, and its own parameters by dtype, device and whether they are trained, in
-    order of registration."""
+    order of registration. What other stages of a pipeline hold too goes by its name as well, so
+    that it lies apart."""
 
     name: str
     module: nn.Module
     is_root: bool
-    parameters: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = (
-        field(default_factory=dict)
-    )
+    parameters: dict[
+        tuple[torch.dtype, torch.device, bool, str], list[tuple[str, nn.Parameter]]
+    ] = field(default_factory=dict)
 
 
 def _unit_modules(
@@ -82,6 +83,7 @@ def find_units(
     trained: Collection[int],
     whole_below: int,
     device: torch.device,
+    apart: Collection[int] = (),
 ) -> tuple[list[UnitPlan], list[tuple[str, nn.Parameter]]]:
     """(units, the root first and the others in order of registration; (name, parameter) of those
     that stay whole).
@@ -92,6 +94,7 @@ def find_units(
         trained: Ids of parameters that are stepped.
         whole_below: Parameters of fewer elements stay whole.
         device: Of parameters on meta.
+        apart: Ids of parameters that other stages of a pipeline hold, too.
     """
     root = UnitPlan("the model's own", model, True)
     units = [UnitPlan(path, module, False) for path, module in _unit_modules(model, wanted)]
@@ -111,6 +114,7 @@ def find_units(
             continue
         of = owners[id(p)]
         unit = units[next(iter(of))] if len(of) == 1 and -1 not in of else root
-        key = (p.dtype, device if p.is_meta else p.device, id(p) in trained)
+        place = device if p.is_meta else p.device
+        key = (p.dtype, place, id(p) in trained, name if id(p) in apart else "")
         unit.parameters.setdefault(key, []).append((name, p))
     return [root, *units], whole

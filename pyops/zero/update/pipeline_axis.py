@@ -36,18 +36,10 @@ def _alone(pp_group: dist.ProcessGroup | None) -> bool:
     return pp_group is None or dist.get_world_size(pp_group) == 1
 
 
-def check_stages(
-    pp_group: dist.ProcessGroup | None, *, group: ProcessGroupLike, stage: int
-) -> None:
-    """ValueError for stage 3 with a pp_group, or unless the groups meet in this rank alone."""
+def check_stages(pp_group: dist.ProcessGroup | None, *, group: ProcessGroupLike) -> None:
+    """ValueError unless the groups meet in this rank alone."""
     if _alone(pp_group) or pp_group is None:
         return
-    if stage > 2:
-        raise ValueError(
-            f"ZeroOptimizer: stage is {stage}, but over the stages of a pipeline "
-            "parameters would be gathered for each micro-batch anew; take stage 2 or less, or "
-            "pp_group=None"
-        )
     check_crossing("pp", pp_group, group)
 
 
