@@ -3,12 +3,15 @@ one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyops.comm.agreement import agree
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 
 __all__ = ["AxisGroups"]
@@ -28,6 +31,24 @@ class AxisGroups:
 
     pp: dist.ProcessGroup | None
     """The ranks that hold other layers; None: this rank holds all."""
+
+    @contextmanager
+    def all_agree(self) -> Iterator[None]:
+        """All ranks of all axes leave the block, or all raise. Within it only the ranks of one axis
+        may communicate, which then agree by themselves. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        given = [group for group in (self.tp, self.pp) if group is not None]
+        for group in (*given, self.dp):
+            try:
+                agree(error, group=group)
+            except Exception as caught:
+                error = caught
+        if error is not None:
+            raise error
 
     @classmethod
     def of(

@@ -11,19 +11,23 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.agreement import ranks_agree
 from pyops.comm.broadcast import broadcast
+from pyops.comm.collectives.communicator import Communicator
 from pyops.mesh import ProcessGroupLike, resolve
 from pyops.zero.hooks.unshard_hooks import ShardedUnit
 from pyops.zero.layout.materialize import (
     Initialize,
     adopt,
     initialize_modules,
+    is_out_of_memory,
     materialize_buffers,
     on_meta,
 )
@@ -33,7 +37,7 @@ from pyops.zero.layout.partition import Partition
 from pyops.zero.layout.sharded import ShardedParameters
 from pyops.zero.layout.units import IsUnit, UnitPlan, find_units
 
-__all__ = ["Layout", "lay_out_units", "lay_out_whole"]
+__all__ = ["Layout", "lay_out_units", "lay_out_whole", "put_together"]
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -103,6 +107,24 @@ class ShardSpec:
             broadcast(tensors, group=group)
 
 
+@contextmanager
+def _on_all_ranks(shards: ShardSpec, name: str, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A part of the model gets memory and values on all ranks, or none goes on: the next thing that
+    they do together is to send its values."""
+    numel = {id(p): p.numel() * p.element_size() for p in parameters}
+    with ranks_agree(shards.group):
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(
+                f"ZeroOptimizer: there is no memory on {shards.device} for {name}, whose "
+                f"parameters take {sum(numel.values()):,} bytes while they are laid out; use more "
+                "ranks of another axis (tp, pp), 16 bits, or stage 3 with smaller units"
+            ) from error
+
+
 def _by_kind(named: Named, shards: ShardSpec) -> list[Named]:
     """Parameters of one dtype and device together, in the order in which backward reaches them."""
     kinds: dict[tuple[torch.dtype, torch.device, str], Named] = {}
@@ -127,15 +149,16 @@ def lay_out_whole(model: nn.Module, shards: ShardSpec) -> Layout:
     """The buffers of stages 0 to 2."""
     fresh = [m for m in model.modules() if on_meta(m)]
     layout = Layout()
-    for named in _by_kind(
-        [(n, p) for n, p in model.named_parameters() if id(p) in shards.trained], shards
-    ):
-        layout.flats.append(shards.flat_parameters(named))
     rest = [p for p in model.parameters() if id(p) not in shards.trained]
-    _alone(rest, shards.device)
-    for module in fresh:
-        materialize_buffers(module, shards.device)
-    initialize_modules(fresh, shards.initialize)
+    with _on_all_ranks(shards, "the model", model.parameters()):
+        for named in _by_kind(
+            [(n, p) for n, p in model.named_parameters() if id(p) in shards.trained], shards
+        ):
+            layout.flats.append(shards.flat_parameters(named))
+        _alone(rest, shards.device)
+        for module in fresh:
+            materialize_buffers(module, shards.device)
+        initialize_modules(fresh, shards.initialize)
     shards.broadcast([*(flat.data for flat in layout.flats), *rest, *model.buffers()])
     layout._number(model)
     return layout
@@ -160,6 +183,18 @@ def _scatter(unit: ShardedUnit, shards: ShardSpec, file: ParameterFile | None) -
     for flat in unit.flats:
         shards.broadcast([flat.data])
         flat.scatter(file)
+
+
+def put_together(units: Sequence[ShardedUnit], ranks: ProcessGroupLike) -> None:
+    """Whole parameters again, in memory of their own, for a model that can't be laid out. A
+    collective of the ranks that share it out."""
+    group = resolve(ranks, "ZeroOptimizer")
+    communicator = None if group is None or group.size() == 1 else Communicator.of(group)
+    for flat in (flat for unit in units for flat in unit.flats):
+        if not flat.is_whole:
+            flat.start_gather(communicator, async_op=False).wait()
+        for parameter in flat.parameters:
+            parameter.data = parameter.data.clone()
 
 
 def _file(plans: Sequence[UnitPlan], shards: ShardSpec) -> ParameterFile | None:
@@ -207,15 +242,21 @@ def lay_out_units(
     _alone(rest, shards.device)
     inside = {id(m) for plan in plans[1:] for m in plan.module.modules()}
     for plan in plans:
-        unit = _sharded(plan, shards)
         modules = [
             m
             for m in plan.module.modules()
             if id(m) in fresh and (not plan.is_root or id(m) not in inside)
         ]
-        for module in modules:
-            materialize_buffers(module, shards.device)
-        initialize_modules(modules, shards.initialize)
+        own = (p for named in plan.parameters.values() for _, p in named)
+        try:
+            with _on_all_ranks(shards, plan.name, own):
+                unit = _sharded(plan, shards)
+                for module in modules:
+                    materialize_buffers(module, shards.device)
+                initialize_modules(modules, shards.initialize)
+        except BaseException:
+            put_together(layout.units, shards.group)
+            raise
         layout.units.append(unit)
         if (
             not unit.is_root

@@ -28,7 +28,7 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.mesh import Mesh, ProcessGroupLike, resolve
 from pyops.protocols import ParamGroup
 from pyops.zero.axis_groups import AxisGroups
-from pyops.zero.build import ShardSpec, lay_out_units, lay_out_whole
+from pyops.zero.build import ShardSpec, lay_out_units, lay_out_whole, put_together
 from pyops.zero.config import ZeroConfig
 from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
@@ -163,7 +163,12 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.communicator = (
             None if everyone is None or everyone.size() == 1 else Communicator.of(everyone)
         )
-        self._lay_out(setup.param_groups)
+        try:
+            with setup.groups.all_agree():  # no memory for a stage of a pipeline, say
+                self._lay_out(setup.param_groups)
+        except BaseException:
+            self._undo_layout()
+            raise
         self._own(setup)
         self.one_bit = (
             None
@@ -240,6 +245,14 @@ class ZeroOptimizer(CheckpointedOptimizer):
             partial_because=f"with {names[0]} it is summed in step()" if names else None,
             other_axes=[axis.communicator for axis in axes.values() if axis is not None],
         )
+
+    def _undo_layout(self) -> None:
+        """The model as it was: another axis has a rank that could not lay its part out. Where this
+        rank's own axis has one, there are no hooks yet."""
+        if hasattr(self, "gathering"):
+            self.gradients.remove()
+            self.gathering.remove()
+            put_together(self.gathering.units, self.group)
 
     def _own(self, setup: ZeroSetup) -> None:
         """The ordinary optimizer over this rank's pieces."""

@@ -18,7 +18,7 @@ from pyops.zero.layout.materialize import check_initialize
 from pyops.zero.layout.quantized_comm import QuantizedComm, quantized_comm_of, ranks_of
 from pyops.zero.optimizer_factory import OptimizerFactory
 from pyops.zero.update.one_bit import phases_over_shards
-from pyops.zero.update.pipeline_axis import agree_over_stages, check_stages
+from pyops.zero.update.pipeline_axis import check_stages
 from pyops.zero.update.precision_plan import PrecisionPlan, make_precision_plan
 from pyops.zero.update.tensor_parallel_axis import TensorParallelAxis
 
@@ -87,14 +87,9 @@ def validate_on_all_ranks(
     Raises:
         TypeError, ValueError, OSError: the first refusal, with its fix.
     """
-    error: Exception | None = None
-    found: list[ZeroSetup] = []
-    try:
-        found.append(_validate(model, optimizer, config, groups, params, arguments))
-    except (TypeError, ValueError, OSError) as caught:
-        error = caught
-    agree_over_stages(error, pp_group=groups.pp, group=groups.dp)
-    return found[0]
+    with groups.all_agree():
+        setup = _validate(model, optimizer, config, groups, params, arguments)
+    return setup
 
 
 def _validate(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
 from pyops.zero import ZeroConfig
+from pyops.zero.layout.parameters import FlatParameters
 from tests.parallel.tiny_transformers import make_model
 
 pytestmark = pytest.mark.cpu_only
@@ -174,3 +176,39 @@ def test_ranks_that_say_different_things_are_told_alike(name, world):
     said = world(2).run(refused_as_different, name)
     assert said[0] == said[1]
     assert all(word in said[0] for word in DIFFERENT[name][2]), said[0]
+
+
+def out_of_memory(rank: int, group: object, stage: int) -> tuple[str, bool, float]:
+    """What is said, whether the model is as it was, and the loss of the first step once there is
+    memory."""
+    model = make_model("gpt2").eval()
+    expected = model(**example()).logits
+    plan = ParallelPlan(pp=2, zero=ZeroConfig(stage=stage))
+    lay_out, calls = FlatParameters.__init__, []
+
+    def allocate(self: FlatParameters, *args: Any, **options: Any) -> None:
+        calls.append(self)
+        if rank == 3 and (stage < 3 or len(calls) == 4):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 bytes")
+        lay_out(self, *args, **options)
+
+    with (
+        mock.patch.object(FlatParameters, "__init__", allocate),
+        pytest.raises(MemoryError) as caught,
+    ):
+        parallelize(model, plan, optimizer=torch.optim.AdamW)
+    same = torch.equal(model(**example()).logits, expected)
+    trainer = parallelize(model, plan, optimizer=torch.optim.AdamW)
+    return (
+        str(caught.value),
+        same,
+        trainer.step({**example(), "labels": torch.arange(6).view(1, 6)}),
+    )
+
+
+@pytest.mark.parametrize(("stage", "part"), [(1, "the model"), (3, "transformer.h.3")])
+def test_all_ranks_hear_of_one_that_has_no_memory_and_can_go_on(stage, part, world):
+    said, same, losses = zip(*world(4).run(out_of_memory, stage), strict=True)
+    assert all("no memory on cpu" in each and part in each for each in said), said
+    assert all(same)
+    assert len(set(losses)) == 1

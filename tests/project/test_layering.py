@@ -85,7 +85,8 @@ FLOORS = {
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
     ],
     "parallel": [
-        ["keyed_stream", "losses", "plan", "weights"],
+        ["fused_head", "keyed_stream", "plan", "weights"],
+        ["losses"],
         ["batches", "keyed_dropout", "model_checks", "stages"],
         ["generation"],
         ["trainer"],

@@ -20,11 +20,19 @@ __all__ = [
     "adopt",
     "device_for",
     "initialize_modules",
+    "is_out_of_memory",
     "materialize_buffers",
     "on_meta",
 ]
 
 Initialize = Callable[[nn.Module], None]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch has a class of its own for that on CUDA alone."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in (
+        str(error)
+    )
 
 
 def on_meta(module: nn.Module) -> bool:

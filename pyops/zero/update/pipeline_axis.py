@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import gather
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
@@ -27,7 +27,7 @@ from pyops.zero.checks import check_crossing
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import ParamShard
 
-__all__ = ["PipelineAxis", "agree_over_stages", "check_stages"]
+__all__ = ["PipelineAxis", "check_stages"]
 
 TAG = 0x74696564  # of the exchange of gradients
 
@@ -41,19 +41,6 @@ def check_stages(pp_group: dist.ProcessGroup | None, *, group: ProcessGroupLike)
     if _alone(pp_group) or pp_group is None:
         return
     check_crossing("pp", pp_group, group)
-
-
-def agree_over_stages(
-    error: Exception | None, *, pp_group: dist.ProcessGroup | None, group: ProcessGroupLike
-) -> None:
-    """As `agree`, over all ranks of both groups: an error of one stage is raised on all, in all
-    copies of the model."""
-    if not _alone(pp_group):
-        try:
-            agree(error, group=pp_group)
-        except Exception as caught:
-            error = caught
-    agree(error, group=group)
 
 
 class PipelineAxis:
