@@ -308,7 +308,7 @@ class Trainer:
             prompt: Tokens [rows, T]; or {"input_ids": ..., "attention_mask": ...}, where shorter
                 rows are padded on the left.
             options: Fields of `GenerationOptions`: max_new_tokens=20, temperature=0.0, top_k=0,
-                seed=0, eos_token_id=None, pad_token_id=0.
+                seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
 
         Returns:
             The tokens [rows, T + n], prompt included, on every rank.
@@ -349,7 +349,16 @@ class Trainer:
             more: What else belongs to it, such as the place in the data: numbers, strings, tensors
                 and nested lists and dicts of them, the same on every rank.
         """
-        state = {
+        checkpoint.save(folder, self.state_dict(**more))
+
+    def state_dict(self, **more: Any) -> dict[str, Any]:
+        """What a checkpoint holds, of this rank's parts: for those who write it themselves, with
+        `pyops.checkpoint.save`. A collective.
+
+        Args:
+            more: As of `save`.
+        """
+        return {
             "num_steps": self.num_steps,
             "skipped": self.skipped,
             "model": self.optimizer.model_state_dict(),
@@ -363,7 +372,6 @@ class Trainer:
             ],
             "more": more,
         }
-        checkpoint.save(folder, state)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
         """Go on from a checkpoint, of any plan: parameters, optimizer states, learning rates, step.
@@ -380,6 +388,20 @@ class Trainer:
             ValueError: It is of another model.
         """
         state, _ = checkpoint.load(folder, lazy=True)
+        return self.load_state_dict(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on from what `state_dict` gave, under any plan. A collective.
+
+        Args:
+            state: As `pyops.checkpoint.load` reads it; its tensors may be on the disk still.
+
+        Returns:
+            What `state_dict` was given as `more`.
+
+        Raises:
+            ValueError: It is of another model.
+        """
         optimizer = self.optimizer
         optimizer.load_model_state_dict(state["model"])
         groups = optimizer.state_dict()["param_groups"]
