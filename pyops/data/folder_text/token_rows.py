@@ -91,6 +91,13 @@ class TokenRows:
         """The tokens of the longest row."""
         return int(np.diff(self.starts).max(initial=0))
 
+    @property
+    def num_learnt(self) -> int:
+        """How many tokens are learnt: the first one of a row, before which there is none, never."""
+        if self.learns is None:
+            return int(self.starts[-1]) - len(self)
+        return int(self.learns.sum(dtype=np.int64) - self.learns[self.starts[:-1]].sum())
+
     def length(self, row: int) -> int:
         """The tokens of a row."""
         return int(self.starts[row + 1] - self.starts[row])
