@@ -156,11 +156,16 @@ class Trainer:
         return share, self._padded(batch, share)
 
     def _padded(self, batch: dict[str, Any], share: BatchShare) -> dict[str, Any]:
-        parts = self.parts.plan.microbatches
-        least = parts if self.parts.staged is not None else 1
-        if share.rows >= least:
+        """The rows, and further ones where a copy needs them. All copies look at the one that has
+        the fewest, so that a loss which can't be padded is refused on every rank."""
+        least = 1
+        if self.parts.staged is not None:
+            least = self.parts.plan.microbatches
+        elif self.parts.plan.zero.stage == 3:  # whose copies gather parameters part by part
+            least = max(1, min(self.parts.plan.microbatches, share.most_rows))
+        if share.fewest_rows >= least:
             return batch
-        return self.parts.loss.padded(batch, least)
+        return self.parts.loss.padded(batch, max(least, share.rows))
 
     def _with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """For a model of an encoder and a decoder: the decoder's input is made of the labels."""

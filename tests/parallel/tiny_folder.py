@@ -11,7 +11,7 @@ from tests.parallel.tiny_transformers import VOCAB, make_model
 
 tokenizers = pytest.importorskip("tokenizers")
 
-__all__ = ["CHAT", "END", "LETTERS", "make_folder", "make_tokenizer", "write_chat"]
+__all__ = ["CHAT", "END", "LETTERS", "SPECIAL", "make_folder", "make_tokenizer", "write_chat"]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?+=\n"
 END = "</s>"
@@ -47,7 +47,11 @@ def make_tokenizer(folder: Path, *, begins: bool = True, more: int = 0) -> None:
     made.enable_padding(length=4)
     folder.mkdir(exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"content": END}, "pad_token": "<pad>"}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": END},
+        "pad_token": "<pad>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

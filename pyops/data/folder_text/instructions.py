@@ -115,7 +115,7 @@ def _messages_of(row: Any, place: str) -> list[dict[str, str]]:
         CorpusError: Naming the place, what is wrong, and what is expected.
     """
     if not isinstance(row, dict):
-        raise CorpusError(f"{place} is a {type(row).__name__}; write {EXPECTED}")
+        raise CorpusError(f"{place} is {str(row)[:60]!r}; write {EXPECTED}")
     if "messages" in row:
         if "prompt" in row or "response" in row:
             raise CorpusError(f"{place} has messages and a prompt or response; leave one of them")

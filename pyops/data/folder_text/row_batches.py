@@ -71,8 +71,9 @@ class RowBatches:
         self, rows: TokenRows, chosen: Sequence[int], share: RowShare, *, seed: int
     ) -> None:
         if len(chosen) < share.global_batch:
+            rows_found = f"{len(chosen)} row{'s' * (len(chosen) != 1)}"
             raise CorpusError(
-                f"data.path {rows.path} has {len(chosen)} rows to train on, fewer than a batch of "
+                f"data.path {rows.path} has {rows_found} to train on, fewer than a batch of "
                 f"{share.global_batch}; give more text, or lower train.batch or "
                 "model.sequence_length"
             )
