@@ -16,7 +16,10 @@ import torch
 from pyops.config import Config, ConfigError, ModelFolder, OptimizerConfig, TrainConfig
 from pyops.config import ParallelConfig as Parallel
 from pyops.data import CorpusError, DataConfig
+from pyops.mesh import Axes, Mesh
 from pyops.train import train
+from pyops.train.pretrained.folder_data import FolderData
+from pyops.train.pretrained.folder_model import FolderModel
 from pyops.train.pretrained.folder_training import FolderTraining
 from pyops.zero import ZeroConfig
 from tests.parallel.tiny_folder import CHAT, make_folder, make_tokenizer, write_chat
@@ -73,6 +76,44 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
     assert outcome.steps == STEPS
     assert losses(config)[0] - losses(config)[-1] > 0.5, "nothing is learnt"
     return folder, config
+
+
+def test_the_losses_are_those_of_plain_torch(straight):
+    """Of transformers and torch.optim.AdamW, which decays matrices alone."""
+    folder, config = straight
+    still = folder / "still"
+    make_folder(still, chat=CHAT)
+    run = dataclasses.replace(
+        config,
+        name="plain",
+        model_folder=ModelFolder(str(still), 32),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=2.0, max_grad_norm=0.8),
+        train=dataclasses.replace(config.train, micro_batch=1),
+    )
+    train(run)
+    model = transformers.LlamaForCausalLM.from_pretrained(still)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 2.0},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    rows = FolderData(run, FolderModel.read(str(still)), Mesh(Axes())).batches
+    found, norms = [], []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = run.optimizer.lr_at(step, num_steps=STEPS)
+        loss = model(**rows.next()).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.8)))
+        optimizer.step()
+        found.append(float(loss.detach()))
+    assert max(norms) > 0.8, "nothing is clipped"
+    torch.testing.assert_close(torch.tensor(losses(run)), torch.tensor(found), rtol=0, atol=1e-5)
+    made = transformers.LlamaForCausalLM.from_pretrained(run.folder / "model")
+    for ours, theirs in zip(made.parameters(), parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_the_trained_folder_is_one_of_transformers_again(straight):
