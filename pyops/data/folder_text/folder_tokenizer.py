@@ -130,8 +130,8 @@ class FolderTokenizer:
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         learns = np.zeros(len(offsets), dtype=bool)
         for start, end in spans:
+            # Tokens that are put around a text lie at (0, 0), and are not learnt.
             learns |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-        learns &= offsets[:, 0] < offsets[:, 1]  # tokens that are put around have no text
         return Learnt(np.asarray(encoding.ids, dtype=np.int64), learns)
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -29,6 +29,7 @@ GENERATION = CHAT.replace("{{ m.content }}{{ eos_token }}", "{% generation %}{{ 
                           "{% endgeneration %}{{ eos_token }}")  # fmt: skip
 # A template that forgets what an assistant thought once others follow.
 FORGETFUL = CHAT.replace("<bot>{{ m.content", "<bot>{% if loop.last %}hm {% endif %}{{ m.content")
+LAST = "{{ messages[1].content if messages | length > 1 }}"
 TALK = [
     {"role": "user", "content": "1+1=?"},
     {"role": "assistant", "content": "2"},
@@ -110,6 +111,12 @@ def test_text_is_packed_whole_with_an_end_behind_each_file(tmp_path):
         RowOptions(4, keeps_rest=True),
     )
     assert [shown(rest, i)[0] for i in range(len(rest))] == ["Sabc", "defg", "hE"]
+
+
+def test_a_first_token_is_learnt_from_nothing(tmp_path):
+    rows = rows_of(tmp_path, [{"prompt": "", "response": "abc"}], chat=LAST)
+    assert shown(rows) == ("abc", "abc")
+    assert rows.num_learnt == 2
 
 
 def test_long_rows_are_cut_where_asked_for(tmp_path):
