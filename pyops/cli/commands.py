@@ -1,6 +1,8 @@
-"""The command `pyops`: train, plan, convert, simulate, bench, env.
+"""The command `pyops`: train, generate, eval, plan, convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
+    pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
+    pyops eval FOLDER --data FILE [--sequence-length N] [--tp N] [--pp N]
     pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
                                                           the layout that it has on 1 ... N ranks
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
@@ -24,11 +26,12 @@ import platform
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyops
-from pyops.cli.first_rank import print_error
+from pyops.cli.first_rank import is_first_rank, print_error
+from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.simulate import add_arguments, report
 
 __all__ = ["main"]
@@ -44,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pyops {pyops.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a GPT on text, as a TOML file says")
+    train = commands.add_parser(
+        "train", help="train a GPT, or a Hugging Face folder, as a TOML file says"
+    )
     train.add_argument("config", metavar="CONFIG.toml")
     train.add_argument(
         "--set",
@@ -65,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dest="lr_range",
         help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)",
     )
+    add_generate(
+        commands.add_parser("generate", help="a text, continued by a Hugging Face folder's model")
+    )
+    add_eval(commands.add_parser("eval", help="how well a Hugging Face folder predicts a text"))
     plan = commands.add_parser(
         "plan", help="which layout a TOML file would have on 1, 2, ... ranks, with parallel.adapt"
     )
@@ -121,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
+    if given.command in ("generate", "eval"):
+        return _use_folder(answer if given.command == "generate" else score, given)
     if given.command == "plan":
         return _plan(given.config, given.overrides, ranks=given.ranks)
     if given.command == "convert":
@@ -162,6 +173,19 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     except KeyboardInterrupt:  # before or after the loop, which asks for a checkpoint instead
         return STOPPED + 2
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
+
+
+def _use_folder(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:
+    from pyops.config import ConfigError
+    from pyops.data import CorpusError
+
+    try:
+        text = use(given)
+    except (ConfigError, CorpusError) as error:
+        return _fail(error)
+    if is_first_rank():
+        print(text)
+    return 0
 
 
 def _plan(config: str, overrides: Sequence[str], *, ranks: int) -> int:

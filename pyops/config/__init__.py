@@ -2,7 +2,7 @@
 configure.
 
     name = "small"     # outputs go to <train.folder>/<name>/
-    [model]            # pyops.models.GPTConfig
+    [model]            # pyops.models.GPTConfig; with the key folder ModelFolder
     [data]             # pyops.data.DataConfig
     [optimizer]        # OptimizerConfig
     [communication]    # CommunicationConfig
@@ -19,6 +19,8 @@ names the key, its value and the fix; nothing has been started by then.
 """
 
 from pyops.config.config_error import ConfigError
+from pyops.config.folder_config import ModelFolder
+from pyops.config.folder_plan import plan_for_folder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.config.run_config import Config
@@ -42,6 +44,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ElasticConfig",
+    "ModelFolder",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
@@ -50,4 +53,5 @@ __all__ = [
     "TrainConfig",
     "ZeroConfig",
     "load_config",
+    "plan_for_folder",
 ]

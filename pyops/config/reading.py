@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pyops.config.config_error import ConfigError
+from pyops.config.folder_config import ModelFolder
 from pyops.config.run_config import Config
+from pyops.models import GPTConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,7 +55,8 @@ def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
     for override in overrides:
         _override(tree, override)
-    config: Config = _build(Config, tree, prefix="")
+    given = _take_model_folder(tree)
+    config: Config = _build(Config, tree, prefix="", given=given)
     return config
 
 
@@ -78,8 +81,34 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree[last] = text
 
 
-def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
-    """The dataclass `kind` from a TOML table; `prefix` leads the names of its keys in messages."""
+def _take_model_folder(tree: dict[str, Any]) -> dict[str, Any]:
+    """[model] that names a folder is the section of a `ModelFolder`, and taken out; that of a GPT
+    stays."""
+    model = tree.get("model")
+    if not isinstance(model, dict) or "folder" not in model:
+        return {}
+    del tree["model"]
+    own = {f.name for f in dataclasses.fields(ModelFolder)}
+    for field in dataclasses.fields(GPTConfig):
+        if field.name in model and field.name not in own:
+            raise ConfigError(
+                f"model.{field.name} is {model[field.name]!r}, but model.folder is "
+                f"{model['folder']!r}, whose config.json says what the model is; leave one of them "
+                "out"
+            )
+    found: ModelFolder = _build(ModelFolder, model, prefix="model.")
+    if not found.given:
+        raise ConfigError(
+            'model.folder is ""; name a Hugging Face folder, or leave the key out for a GPT'
+        )
+    return {"model_folder": found}
+
+
+def _build(
+    kind: type, tree: Mapping[str, Any], *, prefix: str, given: Mapping[str, Any] | None = None
+) -> Any:
+    """The dataclass `kind` from a TOML table; `prefix` leads the names of its keys in messages, and
+    `given` has fields that are made already."""
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind) if f.metadata.get("toml", True)]
     values: dict[str, Any] = {}
@@ -107,7 +136,7 @@ def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
         else:
             values[key] = _convert(value, hints[key], key=prefix + key)
     try:
-        return kind(**values)
+        return kind(**values, **(given or {}))
     except ConfigError:
         raise
     except ValueError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import ConfigError
+from pyops.config.folder_plan import check_folder
 from pyops.config.run_sections import RunSections
 from pyops.config.sample_rules import check_elastic
 from pyops.config.task_config import KINDS, check_task
@@ -21,6 +22,8 @@ class Config(RunSections):
     Attributes:
         name: Of the run, which becomes the name of its folder.
         model: The GPT of a run over text: [model].
+        model_folder: The Hugging Face folder that is trained in place of it: [model] with the key
+            folder.
         data: The text: [data].
         optimizer: [optimizer].
         communication: [communication].
@@ -43,6 +46,10 @@ class Config(RunSections):
             raise ValueError(
                 f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _"
             )
+        if self.model_folder.given:
+            self.zero.validate("zero.")
+            check_folder(self)
+            return
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' "

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyops import random
 from pyops.data.cache import Corpus
 from pyops.data.corpus import CorpusError
+from pyops.data.row_order import RowOrder
 
 __all__ = ["Batches", "validation_rows"]
 
@@ -71,24 +71,12 @@ class Batches:
         self._corpus, self._length = corpus, sequence_length
         self.global_batch, self._seed = global_batch, seed
         self._rank, self._rows = rank, global_batch // num_ranks
-        self._epoch, self._position = 0, 0
-        self._order = self._permutation()
-
-    def _permutation(self) -> Tensor:
-        keys = random.uniform(self._seed, f"data.epoch.{self._epoch}", (self.num_sequences,))
-        return torch.argsort(keys, stable=True)
+        self._order = RowOrder(self.num_sequences, global_batch=global_batch, seed=seed)
 
     def next(self) -> Tensor:
         """This rank's rows of the next global batch: int64 [global_batch / num_ranks, T + 1]."""
-        if self._position + self.global_batch > self.num_sequences:
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._permutation()
-        first = self._position + self.first_row
-        rows = _read_rows(
-            self._corpus.train, self._order[first : first + self._rows].tolist(), self._length
-        )
-        self._position += self.global_batch
-        return rows
+        chosen = self._order.next()[self.first_row : self.first_row + self._rows]
+        return _read_rows(self._corpus.train, chosen, self._length)
 
     @property
     def first_row(self) -> int:
@@ -101,8 +89,8 @@ class Batches:
             "digest": self._corpus.digest,
             "seed": self._seed,
             "sequence_length": self._length,
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": self._order.epoch,
+            "position": self._order.position,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,8 +112,7 @@ class Batches:
                     f"{own[key]}: it can't continue where it "
                     f"was; use {fix}"
                 )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._permutation()
+        self._order.go_to(int(state["epoch"]), int(state["position"]))
 
 
 def validation_rows(

@@ -30,6 +30,7 @@ STANDARD_LIBRARY_EXCLUDES = (
     "__pycache__",
     "lib2to3",
 )
+LONG_ROWS = ("refuse", "truncate")
 SEPARATOR = b"\n"
 PIECE_BYTES = 1 << 20
 
@@ -47,7 +48,9 @@ class DataConfig:
             the Python standard library's own sources.
         tokenizer: "bytes", or "bpe", trained on this corpus up to model.vocab_size entries.
         max_bytes: Read no more than this, 0 for everything.
-        validation_fraction: The part of the bytes held out.
+        validation_fraction: The part of the bytes held out; of instructions, of the rows.
+        long_rows: Of instructions for a Hugging Face folder: "refuse" a row of more tokens than
+            model.sequence_length, or "truncate" it.
         cache: The folder for token files; they are named by a digest of the text.
     """
 
@@ -57,6 +60,7 @@ class DataConfig:
     max_bytes: int = 0
     validation_fraction: float = 0.1
     cache: str = "runs/data"
+    long_rows: str = "refuse"
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -66,6 +70,10 @@ class DataConfig:
         if self.max_bytes < 0:
             raise ValueError(
                 f"max_bytes is {self.max_bytes}; give a number of bytes, or 0 for all of them"
+            )
+        if self.long_rows not in LONG_ROWS:
+            raise ValueError(
+                f"long_rows is {self.long_rows!r}; choose one of {', '.join(LONG_ROWS)}"
             )
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(

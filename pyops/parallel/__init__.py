@@ -10,6 +10,7 @@
 | plan.py | ParallelPlan, PipelineOptions: how the ranks share a model out |
 | composition.py | parallelize: the order in which the parts are put together |
 | trainer.py | Trainer: step, evaluate, save, load, save_pretrained |
+| optimizer_groups.py | OptimizerGroups: parameters that learn differently |
 | losses.py | losses as (sum, count), divided once |
 | fused_head.py | the loss in the last layer of a language model, without whole logits |
 | batches.py | which rows of a step are whose |
@@ -22,11 +23,19 @@
 from __future__ import annotations
 
 from pyops.parallel.composition import parallelize
+from pyops.parallel.optimizer_groups import OptimizerGroups, no_decay_for_vectors
 from pyops.parallel.plan import ParallelPlan, PipelineOptions
 from pyops.parallel.trainer import Trainer
 from pyops.renamed import missing_attribute
 
-__all__ = ["ParallelPlan", "PipelineOptions", "Trainer", "parallelize"]
+__all__ = [
+    "OptimizerGroups",
+    "ParallelPlan",
+    "PipelineOptions",
+    "Trainer",
+    "no_decay_for_vectors",
+    "parallelize",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -46,6 +46,12 @@ class BatchShare:
     all_rows: int
     """Of all copies."""
 
+    fewest_rows: int
+    """Of the copy that has the fewest."""
+
+    most_rows: int
+    """Of the copy that has the most."""
+
     count: float
     """By how many terms the sum of the losses of all rows is divided."""
 
@@ -87,7 +93,12 @@ def share_of(
     mine = 0 if ranks is None else dist.get_rank(ranks)
     sizes = [rows for _, rows, _, _ in everyone]
     return BatchShare(
-        sum(sizes[:mine]), rows, sum(sizes), sum(count for _, _, count, _ in everyone)
+        first_row=sum(sizes[:mine]),
+        rows=rows,
+        all_rows=sum(sizes),
+        fewest_rows=min(sizes),
+        most_rows=max(sizes),
+        count=sum(count for _, _, count, _ in everyone),
     )
 
 

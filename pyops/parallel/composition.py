@@ -32,6 +32,7 @@ from pyops.parallel.fused_head import FusedHead, head_name
 from pyops.parallel.keyed_dropout import key_dropout
 from pyops.parallel.losses import IGNORED, LabelLoss, loss_of
 from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
+from pyops.parallel.optimizer_groups import OptimizerGroups
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.block_lists import find_block_lists
 from pyops.parallel.stages.layout_trial import find_layout
@@ -68,7 +69,8 @@ def parallelize(
             in place.
         plan: How it is shared out; by default every rank has all of it.
         optimizer: Makes the optimizer of a list of parameters, such as
-            `lambda params: pyops.optim.AdamW(params, lr=1e-4)`, or its class.
+            `lambda params: pyops.optim.AdamW(params, lr=1e-4)`, or its class; or `OptimizerGroups`
+            where parameters differ in their options.
         mesh: The ranks; None: made by the plan.
         loss: Two functions, (what the model returns, batch) -> the sum over the rows, and batch ->
             by how many terms it is divided. None: the cross entropy of batch["labels"], of the next
@@ -176,8 +178,8 @@ def _plan_stages(
     with ranks_agree():
         boundaries = stage_boundaries(model, layout, plan.num_stages, plan.pipeline.boundaries)
     shapes = meta_copy(model)
-    if plan.precision != "fp32":  # as ZeroOptimizer casts the model
-        shapes.to(PRECISIONS[plan.precision].dtype)
+    if (precision := _precision_of(model, plan)) is not None:  # as ZeroOptimizer casts the model
+        shapes.to(PRECISIONS[precision].dtype)
     return StagePlan(layout, plan.schedule(), boundaries, shapes, device, plan.pipeline.gather_once)
 
 
@@ -218,8 +220,18 @@ def _make_optimizer(
         plan.zero,
         reduction="sum",
         max_grad_norm=plan.max_grad_norm,
-        precision=None if plan.precision == "fp32" else plan.precision,
+        precision=_precision_of(model, plan),
         initialize=source.fill,
         device=device,
     )
+    if isinstance(optimizer, OptimizerGroups):
+        groups = optimizer.of(model)
+        return ZeroOptimizer(model, optimizer.make, config, mesh=mesh, params=groups)
     return ZeroOptimizer(model, optimizer, config, mesh=mesh)
+
+
+def _precision_of(model: nn.Module, plan: ParallelPlan) -> str | None:
+    """To what the model is cast; None: it is what it should be. A folder may be of 16 bits, and a
+    model of 64 stays one."""
+    of_16_bits = any(p.is_floating_point() and p.itemsize == 2 for p in model.parameters())
+    return None if plan.precision == "fp32" and not of_16_bits else plan.precision

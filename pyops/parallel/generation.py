@@ -44,11 +44,17 @@ class GenerationOptions:
     """Of the draws, which are keyed by (seed, number of the row, position), so that a row gets the
     same tokens in any batch."""
 
-    eos_token_id: int | None = None
-    """A row ends with this token; None: with `max_new_tokens`."""
+    eos_token_id: int | Sequence[int] | None = None
+    """A row ends with this token, or with any of several; None: with `max_new_tokens`."""
 
     pad_token_id: int = 0
     """What follows the end of a row that ends before others."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a row."""
+        given = self.eos_token_id
+        return () if given is None else (given,) if isinstance(given, int) else tuple(given)
 
     def validate(self) -> None:
         """Check every field.
@@ -145,8 +151,8 @@ def generate_tokens(
         tokens = torch.cat([tokens, chosen_B[:, None]], dim=1)
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        if options.eos_token_id is not None:
-            ended |= chosen_B == options.eos_token_id
+        if options.ends:
+            ended |= torch.isin(chosen_B, torch.tensor(options.ends, device=chosen_B.device))
             if bool(ended.all()):
                 break
         shown = tokens if kept is None else chosen_B[:, None]

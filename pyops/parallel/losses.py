@@ -133,10 +133,9 @@ class PairLoss:
 
     def padded(self, batch: dict[str, Any], rows: int) -> dict[str, Any]:
         """Raises ValueError: which rows would not count is not known."""
-        tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
         raise ValueError(
-            f"the batch has {len(tensors[0])} rows, and {rows} are needed; with a loss of your own "
-            "give a multiple of the micro-batches on every rank"
+            f"a copy of the model has fewer rows than micro-batches ({rows} are needed here); with "
+            "a loss of your own give a multiple of the micro-batches on every rank"
         )
 
 

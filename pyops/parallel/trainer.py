@@ -160,11 +160,16 @@ class Trainer:
         return share, self._padded(batch, share)
 
     def _padded(self, batch: dict[str, Any], share: BatchShare) -> dict[str, Any]:
-        parts = self.parts.plan.microbatches
-        least = parts if self.parts.staged is not None else 1
-        if share.rows >= least:
+        """The rows, and further ones where a copy needs them. All copies look at the one that has
+        the fewest, so that a loss which can't be padded is refused on every rank."""
+        least = 1
+        if self.parts.staged is not None:
+            least = self.parts.plan.microbatches
+        elif self.parts.plan.zero.stage == 3:  # whose copies gather parameters part by part
+            least = max(1, min(self.parts.plan.microbatches, share.most_rows))
+        if share.fewest_rows >= least:
             return batch
-        return self.parts.loss.padded(batch, least)
+        return self.parts.loss.padded(batch, max(least, share.rows))
 
     def _with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """For a model of an encoder and a decoder: the decoder's input is made of the labels."""
@@ -321,7 +326,7 @@ class Trainer:
             prompt: Tokens [rows, T]; or {"input_ids": ..., "attention_mask": ...}, where shorter
                 rows are padded on the left.
             options: Fields of `GenerationOptions`: max_new_tokens=20, temperature=0.0, top_k=0,
-                seed=0, eos_token_id=None, pad_token_id=0.
+                seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
 
         Returns:
             The tokens [rows, T + n], prompt included, on every rank.
@@ -362,7 +367,16 @@ class Trainer:
             more: What else belongs to it, such as the place in the data: numbers, strings, tensors
                 and nested lists and dicts of them, the same on every rank.
         """
-        state = {
+        checkpoint.save(folder, self.state_dict(**more))
+
+    def state_dict(self, **more: Any) -> dict[str, Any]:
+        """What a checkpoint holds, of this rank's parts: for those who write it themselves, with
+        `pyops.checkpoint.save`. A collective.
+
+        Args:
+            more: As of `save`.
+        """
+        return {
             "num_steps": self.num_steps,
             "skipped": self.skipped,
             "model": self.optimizer.model_state_dict(),
@@ -376,7 +390,6 @@ class Trainer:
             ],
             "more": more,
         }
-        checkpoint.save(folder, state)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
         """Go on from a checkpoint, of any plan: parameters, optimizer states, learning rates, step.
@@ -393,6 +406,20 @@ class Trainer:
             ValueError: It is of another model.
         """
         state, _ = checkpoint.load(folder, lazy=True)
+        return self.load_state_dict(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on from what `state_dict` gave, under any plan. A collective.
+
+        Args:
+            state: As `pyops.checkpoint.load` reads it; its tensors may be on the disk still.
+
+        Returns:
+            What `state_dict` was given as `more`.
+
+        Raises:
+            ValueError: It is of another model.
+        """
         optimizer = self.optimizer
         optimizer.load_model_state_dict(state["model"])
         groups = optimizer.state_dict()["param_groups"]

@@ -9,19 +9,20 @@
 | loop.py | the steps of a run, with its checkpoints, metrics and display |
 | text_training.py | a GPT on text; reads the way the data goes |
 | sample_training.py | a task over numbered samples, in a layout that follows what is frozen |
+| pretrained | a Hugging Face folder, on text or instructions |
 | tasks.py, initial_weights.py | the tasks; the weights that one starts from |
 | lr_range.py | the first steps with a rising learning rate |
-| folder.py, outcome.py | the folder of a run, to which one run at a time writes; how a run ended |
+| folder.py | the folder of a run, to which one run at a time writes |
 | setup | the configuration as objects: layout, model, data parallelism, optimizer, state |
 | host | the ranks that torchrun started, and the machine's memory |
-| report | progress, metrics, log lines, bytes sent |
+| report | progress, metrics, log lines, bytes sent, how a run ended |
 """
 
 from pyops.renamed import missing_attribute
 from pyops.train.host.ranks import StopRequest
 from pyops.train.loop import TrainingLoop
 from pyops.train.lr_range import lr_range_test
-from pyops.train.outcome import Outcome
+from pyops.train.report.outcome import Outcome
 from pyops.train.run import train
 from pyops.train.text_training import TextTraining
 

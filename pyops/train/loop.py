@@ -8,7 +8,7 @@ trained.
     finish() --Outcome, what a person is told--> display
 
 `pyops.train.text_training` trains a GPT on text, `pyops.train.sample_training` a task over numbered
-samples, in a layout that follows what is frozen.
+samples, in a layout that follows what is frozen, `pyops.train.pretrained` a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.train.folder import prepare_folder
 from pyops.train.host.ranks import StopRequest
-from pyops.train.outcome import Outcome
 from pyops.train.report.display import Display
 from pyops.train.report.metrics import MetricsLog
+from pyops.train.report.outcome import Outcome
 from pyops.train.setup.state import read
 
-__all__ = ["Row", "StepResult", "Training", "TrainingLoop", "check_same_options"]
+__all__ = [
+    "Row",
+    "StepResult",
+    "Training",
+    "TrainingLoop",
+    "check_same_options",
+    "refuse_folder_checkpoint",
+]
 
 Row = dict[str, Any]  # metrics of a step, as a line of metrics.jsonl has them
 
@@ -137,6 +144,23 @@ def check_same_options(
                 f"{key} is {value!r}, but checkpoint {path} was made with {before!r}; set it to "
                 "that, or give this run another name"
             )
+
+
+def refuse_folder_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse the checkpoint of a run that trains a Hugging Face folder, for one that does not.
+
+    Args:
+        path: The checkpoint's folder.
+        state: The checkpoint.
+
+    Raises:
+        ConfigError: It is of such a run.
+    """
+    if "trainer" in state:
+        raise ConfigError(
+            f"checkpoint {path} is of a run that trains a Hugging Face folder; set model.folder as "
+            "it was, or give this run another name"
+        )
 
 
 class TrainingLoop:

@@ -40,6 +40,11 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
     Raises:
         ConfigError: On every rank alike.
     """
+    if config.model_folder.given:
+        raise ConfigError(
+            f"--lr-range-test is for a GPT, but model.folder is {config.model_folder.folder!r}; "
+            "leave one of them out"
+        )
     least, most, steps = _parse(sweep)
     name = f"{config.name}-lr-range"
     config = dataclasses.replace(

@@ -19,8 +19,9 @@ from pyops.train.folder import continues, finished, only_run_in
 from pyops.train.host.memory import check_memory
 from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
 from pyops.train.loop import Training, TrainingLoop
-from pyops.train.outcome import Outcome
+from pyops.train.pretrained.folder_training import FolderTraining
 from pyops.train.report.notes import collected_notes
+from pyops.train.report.outcome import Outcome
 from pyops.train.sample_training import SampleTraining
 from pyops.train.setup.adapted_layout import adapted, started_ranks, trouble_ahead
 from pyops.train.text_training import TextTraining
@@ -78,6 +79,8 @@ def _make_loop(config: Config, *, device: torch.device, resume: bool) -> Trainin
     def make_training(checkpoint: Path | None) -> Training:
         if config.over_samples:
             return SampleTraining(config, device=device, checkpoint=checkpoint)
+        if config.model_folder.given:
+            return FolderTraining(config, device=device)
         return TextTraining(config, device=device)
 
     return TrainingLoop(make_training, config, resume=resume)

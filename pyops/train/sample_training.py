@@ -43,10 +43,10 @@ from pyops.tensor_parallel import set_dropout
 from pyops.train.host.heap import trim_after
 from pyops.train.host.ranks import StopRequest
 from pyops.train.initial_weights import FirstValues, weights_of
-from pyops.train.loop import Row, StepResult, Training, check_same_options
-from pyops.train.outcome import Outcome
+from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_transition
 from pyops.train.report.metrics import peak_memory_gib
+from pyops.train.report.outcome import Outcome
 from pyops.train.setup.recipe import make_named_optimizer
 from pyops.train.tasks import make_task
 
@@ -397,6 +397,7 @@ class SampleTraining(Training):
 
     def load_state(self, state: Mapping[str, Any], path: Path) -> None:
         """Go on from a checkpoint; see `Training.load_state`."""
+        refuse_folder_checkpoint(path, state)
         if "elastic" not in state:
             raise ConfigError(
                 f"checkpoint {path} is of a run over text in which nothing was frozen, but this "

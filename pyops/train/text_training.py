@@ -26,10 +26,10 @@ from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.host.heap import trim_after
 from pyops.train.host.ranks import StopRequest
-from pyops.train.loop import Row, StepResult, Training, check_same_options
-from pyops.train.outcome import Outcome
+from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_memory
 from pyops.train.report.metrics import StepMemory, peak_memory_gib, plot_losses
+from pyops.train.report.outcome import Outcome
 from pyops.train.report.traffic import Traffic
 from pyops.train.setup.pipelined import LocalStages, PipelinedModel
 from pyops.train.setup.recipe import make_loss_scale, make_mesh, make_model, num_parameters
@@ -264,6 +264,7 @@ class TextTraining(Training):
 
     def load_state(self, state: Mapping[str, Any], path: Path) -> None:
         """Go on from a checkpoint; see `Training.load_state`."""
+        refuse_folder_checkpoint(path, state)
         if "elastic" in state:
             raise ConfigError(
                 f"checkpoint {path} is of a run over numbered samples, of task.kind "

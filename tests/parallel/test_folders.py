@@ -137,3 +137,20 @@ def test_a_folder_that_can_not_be_read_is_refused_on_all_ranks(world, tmp_path):
     for said in world(2).run(refused, tmp_path / "nan"):
         assert "model.norm.weight" in said
         assert "NaN" in said
+
+
+def in_fp32(rank: int, group: object, folder: Path, plan: ParallelPlan) -> Any:
+    trainer = parallelize(folder, plan, optimizer=partial(AdamW, lr=1e-3))
+    loss = trainer.step(batch_for("llama", rows=4))
+    return loss, {p.dtype for p in trainer.model.parameters()}
+
+
+def test_a_folder_of_16_bits_computes_in_32_where_the_plan_says_so(tmp_path, world):
+    model = make_model("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    batch = batch_for("llama", rows=4)
+    wanted = float(model.float()(**batch).loss.detach())
+    for plan in (ParallelPlan(), ParallelPlan(pp=2)):
+        for loss, dtypes in world(2).run(in_fp32, tmp_path, plan):
+            assert dtypes == {torch.float32}
+            assert abs(loss - wanted) < 1e-5

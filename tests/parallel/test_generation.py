@@ -110,7 +110,7 @@ def test_draws_follow_the_softmax():
     torch.testing.assert_close(counts, torch.softmax(logits[0] / 0.7, 0), rtol=0, atol=0.015)
 
 
-def ended(rank: int, group: object, plan: ParallelPlan, eos: int) -> Tensor:
+def ended(rank: int, group: object, plan: ParallelPlan, eos: int | list[int]) -> Tensor:
     return trainer_of("llama", plan).generate(
         prompt(), max_new_tokens=NEW, eos_token_id=eos, pad_token_id=2
     )
@@ -125,6 +125,10 @@ def test_rows_end_with_their_token_on_every_layout(world):
     assert set(first[first.index(eos) + 1 :]) <= {2}
     for found in world(2).run(ended, PLANS["pp"], eos):
         assert torch.equal(found, expected)
+    early = int(plain[0, 6])
+    assert early != eos
+    several = ended(0, None, ParallelPlan(), [eos, early])
+    assert several[0, 6:].tolist() == [early] + [2] * (several.shape[1] - 7)
 
 
 def test_kept_keys_are_used(monkeypatch):

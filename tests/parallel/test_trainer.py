@@ -32,7 +32,8 @@ NO_DROPOUT = {name: dict.fromkeys(options, 0.0) for name, options in DROPOUT.ite
 PLANS = {
     "dp 2": (2, ParallelPlan()),
     "dp 2, zero 1": (2, ParallelPlan(zero=ZeroConfig(stage=1), num_microbatches=2)),
-    "dp 2, zero 3": (2, ParallelPlan(zero=ZeroConfig(stage=3))),
+    # one copy has five rows, the other three
+    "dp 2, zero 3": (2, ParallelPlan(zero=ZeroConfig(stage=3), num_microbatches=4)),
     "tp 2": (2, ParallelPlan(tp=2, num_microbatches=3)),
     "pp 2": (2, ParallelPlan(pp=2, pipeline=PipelineOptions(num_microbatches=4))),
     "pp 2, interleaved": (

@@ -163,10 +163,13 @@ def resolve(dotted: str) -> Any:
 
 def has(section: str, key: str) -> bool:
     """Whether [section] of a configuration has this key."""
-    value = getattr(Config(), section)
-    return dataclasses.is_dataclass(value) and key in {
-        field.name for field in dataclasses.fields(value)
-    }
+    values = [getattr(Config(), section)]
+    if section == "model":  # which is the section of a folder, too
+        values.append(Config().model_folder)
+    return any(
+        dataclasses.is_dataclass(value) and key in {f.name for f in dataclasses.fields(value)}
+        for value in values
+    )
 
 
 def is_offered(room: str, name: str) -> bool:

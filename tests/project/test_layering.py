@@ -52,6 +52,12 @@ FLOORS = {
         ["convert"],
     ],
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
+    "data": [
+        ["bigram", "corpus", "images", "row_order"],
+        ["characters", "digits", "tokenizer"],
+        ["cache"],
+        ["batches", "folder_text", "passages"],
+    ],
     "elastic": [
         ["layout", "membership", "picture", "policy"],
         ["frozen", "planning"],
@@ -85,7 +91,7 @@ FLOORS = {
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
     ],
     "parallel": [
-        ["fused_head", "keyed_stream", "plan", "weights"],
+        ["fused_head", "keyed_stream", "optimizer_groups", "plan", "weights"],
         ["losses"],
         ["batches", "keyed_dropout", "model_checks", "stages"],
         ["generation"],
@@ -100,9 +106,9 @@ FLOORS = {
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
-        ["folder", "host", "outcome", "report", "setup", "tasks"],
+        ["folder", "host", "report", "setup", "tasks"],
         ["initial_weights", "loop"],
-        ["sample_training", "text_training"],
+        ["pretrained", "sample_training", "text_training"],
         ["lr_range", "run"],
     ],
     "zero": [

@@ -22,6 +22,8 @@ __all__ = ["check_memory"]
 def check_memory(config: Config, *, ranks: int) -> None:
     """ConfigError naming the largest size, where the weights alone take more than there is: on all
     ranks of such a host."""
+    if config.model_folder.given:  # whose parameters are read part by part
+        return
     section = KINDS[config.task.kind]
     model = getattr(config, section)
     shared = ranks if config.zero.stage == 3 else config.parallel.tp * config.parallel.pp

@@ -134,10 +134,15 @@ class MetricsLog:
 
 
 def plot_losses(
-    path: Path, rows: Iterable[Mapping[str, Any]], *, bigram_loss: float, title: str
+    path: Path,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    bigram_loss: float | None,
+    title: str,
+    unit: str = "nats per byte",
 ) -> bool:
-    """Draw train and validation loss over steps, and the bigram model's as a line; False without
-    matplotlib."""
+    """Draw train and validation loss over steps, and the bigram model's, if any, as a line; False
+    without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -155,8 +160,10 @@ def plot_losses(
         axes.plot(
             *zip(*held_out, strict=True), color="C0", marker="o", markersize=3, label="validation"
         )
-    axes.axhline(bigram_loss, color="C3", linestyle="--", label=f"byte bigrams: {bigram_loss:.2f}")
-    axes.set(xlabel="step", ylabel="nats per byte", title=title)
+    if bigram_loss is not None:
+        label = f"byte bigrams: {bigram_loss:.2f}"
+        axes.axhline(bigram_loss, color="C3", linestyle="--", label=label)
+    axes.set(xlabel="step", ylabel=unit, title=title)
     axes.set_ylim(bottom=0)
     axes.legend()
     axes.grid(alpha=0.3)

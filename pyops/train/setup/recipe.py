@@ -11,8 +11,9 @@ onebit_adam     warm-up: the same; then DataParallel is silent, and the optimize
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "make_optimizer",
     "make_zero",
     "num_parameters",
+    "optimizer_maker",
     "recompute_modules",
 ]
 
@@ -253,6 +255,11 @@ def make_named_optimizer(
     }
     made: torch.optim.Optimizer = _class(options)(groups, **arguments)
     return made
+
+
+def optimizer_maker(options: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
+    """Makes the optimizer of [optimizer], given parameters or groups of them."""
+    return partial(_class(options), weight_decay=options.weight_decay, **_arguments(options))
 
 
 def _class(options: OptimizerConfig) -> Any:

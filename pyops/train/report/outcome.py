@@ -9,7 +9,8 @@ __all__ = ["Outcome"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses in nats per byte of text, or per term of a task's loss.
+    """Losses in nats per byte of text, per token of a Hugging Face folder, or per term of a task's
+    loss.
 
     Attributes:
         accuracy: Of held-out samples, where that is the score.

@@ -1,0 +1,125 @@
+"""A run that trains a Hugging Face folder: its sections as the ParallelPlan of
+`pyops.parallel.parallelize`, and what does not go with a folder.
+
+| section | of the plan |
+|---|---|
+| [parallel] tp, pp, dp, sequence_parallel | the same |
+| [parallel] schedule, v, recompute, num_microbatches | pipeline |
+| [zero]; [train] bucket_bytes; [precision] initial_scale, ... | zero |
+| [recompute] modules, [precision] dtype, [train] compile | recompute, precision, compile |
+| [train] micro_batch | num_microbatches; with a pipeline pipeline.num_microbatches |
+| [optimizer] max_grad_norm | max_grad_norm |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+from pyops.config.config_error import ConfigError
+from pyops.config.run_sections import RunSections
+from pyops.config.task_config import TaskConfig
+from pyops.parallel import ParallelPlan, PipelineOptions
+from pyops.precision import PRECISIONS, LossScale
+
+__all__ = ["check_folder", "plan_for_folder"]
+
+WHOLE_LAYERS = ("lamb", "lars", "adafactor")
+
+
+def check_folder(config: RunSections) -> None:
+    """Refuse what a run that trains a folder does not go with.
+
+    Raises:
+        ConfigError: An option has another value than such a run takes.
+    """
+    optimizer, parallel = config.optimizer, config.parallel
+    task = TaskConfig()
+    rules: list[tuple[str, Any, Any, str]] = [
+        ("task.kind", config.task.kind, task.kind, "has its own task"),
+        ("task.pretrained", config.task.pretrained, task.pretrained, "begins with its weights"),
+        ("task.num_epochs", config.task.num_epochs, task.num_epochs, "takes train.num_steps"),
+        ("task.num_copies", config.task.num_copies, task.num_copies, "has no copies"),
+        ("elastic.freeze", config.elastic.freeze, "none", "freezes nothing"),
+        ("data.tokenizer", config.data.tokenizer, "bytes", "has a tokenizer of its own"),
+        (
+            "optimizer.name",
+            optimizer.name,
+            "adamw" if optimizer.communicates else optimizer.name,
+            "has no optimizer that communicates itself",
+        ),
+        ("optimizer.layer_decay", optimizer.layer_decay, 1.0, "has one learning rate"),
+        ("communication.codec", config.communication.codec, "none", "compresses no gradients"),
+        ("recompute.offload", config.recompute.offload, "none", "keeps inputs on the device"),
+        ("parallel.adapt", parallel.adapt, False, "has the layout that is written down"),
+        ("train.algorithm", config.train.algorithm, "auto", "chooses the all-reduce itself"),
+    ]
+    if parallel.tp > 1 and optimizer.name in WHOLE_LAYERS:
+        why = f"can't take sums over layers of which parallel.tp {parallel.tp} leaves a rank a part"
+        rules.append(("optimizer.name", optimizer.name, "adamw", why))
+    if parallel.tp == 1:
+        why = "shares tokens among the ranks of parallel.tp, which is 1"
+        rules.append(("parallel.sequence_parallel", parallel.sequence_parallel, False, why))
+    if parallel.pp > 1:
+        why = f"has parallel.pp {parallel.pp}, whose stages have no count of the tokens"
+        rules.append(("parallel.sequence_parallel", parallel.sequence_parallel, False, why))
+        stage, why = config.zero.stage, f"has parallel.pp {parallel.pp}, for each part of a batch"
+        why = f"{why} of which parameters would be gathered anew"
+        rules.append(("zero.stage", stage, min(stage, 2), why))
+    for key, value, taken, why in rules:
+        if value != taken:
+            raise ConfigError(
+                f"{key} is {json.dumps(value)}, but model.folder is {config.model_folder.folder!r}:"
+                f" a run that trains a folder {why}; set it to {json.dumps(taken)}"
+            )
+    try:
+        plan_for_folder(config, num_rows=1).validate()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.folder with these sections: {error}") from None
+
+
+def plan_for_folder(config: RunSections, *, num_rows: int) -> ParallelPlan:
+    """How the ranks share the folder's model out.
+
+    Args:
+        config: Of a run that trains a folder.
+        num_rows: Of a batch, for each copy of the model.
+
+    Raises:
+        ValueError: The rows can't be cut as [parallel] and [train] say.
+    """
+    parallel, options, precision = config.parallel, config.train, config.precision
+    micro_batch = min(options.micro_batch, num_rows)
+    microbatches = parallel.cut(num_rows, micro_batch=micro_batch) if num_rows > 1 else 1
+    pipeline = PipelineOptions()
+    if parallel.pp > 1:
+        pipeline = PipelineOptions(
+            schedule=parallel.schedule,
+            num_microbatches=microbatches,
+            stages_per_rank=parallel.v,
+            recompute=parallel.recompute,
+        )
+    scale = None
+    if PRECISIONS[precision.dtype].scaled:
+        scale = LossScale(
+            initial=precision.initial_scale,
+            window=precision.scale_window,
+            hysteresis=precision.hysteresis,
+            minimum=precision.minimum_scale,
+        )
+    return ParallelPlan(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=parallel.dp,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline=pipeline,
+        zero=replace(config.zero, bucket_bytes=options.bucket_bytes, loss_scale=scale),
+        recompute=config.recompute.modules,
+        precision=precision.dtype,
+        num_microbatches=1 if parallel.pp > 1 else microbatches,
+        compile=options.compile,
+        # A limit of infinity never clips, but the norm is taken, which the metrics show.
+        max_grad_norm=config.optimizer.max_grad_norm or math.inf,
+    )

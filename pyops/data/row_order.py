@@ -1,0 +1,55 @@
+"""RowOrder: which rows each step has, a function of (seed, epoch), the same on every rank.
+
+epoch e:   permutation of the rows, keyed by (seed, e)
+           | global batch 0 | global batch 1 | ... | what fills no batch is left out
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyops import random
+
+__all__ = ["RowOrder"]
+
+
+class RowOrder:
+    """Endless global batches of the numbers 0 to num_rows - 1.
+
+    Args:
+        num_rows: How many rows there are; at least one global batch.
+        global_batch: Rows in a step, over all ranks.
+        seed: Of the order in each epoch.
+
+    Attributes:
+        epoch: Of the batch that was given last.
+        position: How many rows of the epoch were given.
+    """
+
+    def __init__(self, num_rows: int, *, global_batch: int, seed: int) -> None:
+        self.num_rows, self.global_batch, self.seed = num_rows, global_batch, seed
+        self.epoch, self.position = 0, 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> Tensor:
+        keys = random.uniform(self.seed, f"data.epoch.{self.epoch}", (self.num_rows,))
+        return torch.argsort(keys, stable=True)
+
+    def next(self) -> list[int]:
+        """The rows of the next global batch."""
+        if self.position + self.global_batch > self.num_rows:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._permutation()
+        rows: list[int] = self._order[self.position : self.position + self.global_batch].tolist()
+        self.position += self.global_batch
+        return rows
+
+    def go_to(self, epoch: int, position: int) -> None:
+        """Continue at this place.
+
+        Args:
+            epoch, position: As the attributes were.
+        """
+        self.epoch, self.position = epoch, position
+        self._order = self._permutation()

@@ -1,0 +1,10 @@
+"""A Hugging Face folder that is trained, evaluated, or asked to continue a text, on any layout of
+the ranks: the first user of `pyops.parallel.parallelize`.
+
+| file | what it does |
+|---|---|
+| folder_model.py | FolderModel: what the folder says of its model, and the trainer of it |
+| folder_data.py | FolderData: the rows of a run, as the folder's tokenizer cuts them |
+| folder_training.py | FolderTraining: what `pyops train` does with [model] folder |
+| folder_use.py | what `pyops generate` and `pyops eval` do |
+"""
