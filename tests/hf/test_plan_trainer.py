@@ -50,9 +50,10 @@ def _measured(run: Any) -> tuple[list[float], list[float], float, torch.Tensor]:
 
 @cache
 def plain() -> tuple[Any, dict[str, torch.Tensor]]:
-    """transformers' Trainer on this process."""
+    """transformers' Trainer on this rank alone."""
     with alone():
         run = _run("unused", None, 1)
+        assert run.accelerator.num_processes == 1
         run.train()
         measured = _measured(run)
         *_, weights = finished(run)
@@ -63,13 +64,14 @@ def plain() -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _trained(rank: int, group: Any, folder: str, plan: ParallelPlan) -> Any:
+    expected = plain()
     with launched(rank, group):
         run = _run(folder, plan, group.size() // plan.tp)
         run.train()
         measured = _measured(run)
         run.save_model(f"{folder}/saved")
         finished(run)
-    return measured
+    return measured, expected
 
 
 IN_SUITE = [("dp 2, zero 1",), ("tp 2",)]
@@ -79,9 +81,9 @@ IN_SUITE = [("dp 2, zero 1",), ("tp 2",)]
 def test_a_trainer_on_a_plan_is_the_trainer_on_one_process(world, tmp_path, name: str):
     from transformers import GPT2LMHeadModel
 
-    (losses, norms, evaluated, logits), weights = plain()
     ranks, plan = PLANS[name]
-    for found in world(ranks).run(_trained, str(tmp_path), plan, timeout=240.0):
+    for found, expected in world(ranks).run(_trained, str(tmp_path), plan, timeout=240.0):
+        (losses, norms, evaluated, logits), weights = expected
         assert found[0] == pytest.approx(losses, abs=1e-5)
         assert found[1] == pytest.approx(norms, rel=1e-4)
         assert found[2] == pytest.approx(evaluated, abs=1e-5)
