@@ -227,10 +227,12 @@ class TorchFolder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that one process reads
                 dcp.load({name: found}, storage_reader=self._reader, no_dist=True)
-        except Exception as error:  # torch has many, among them those of pickle
+        # torch has many errors, and its own is no Exception.
+        except (Exception, dcp.api.CheckpointException) as error:
+            said = f"{error}".strip().splitlines() or [""]
             raise CheckpointError(
-                f"{name} of {self.folder} can't be read ({type(error).__name__}: {error}); save it "
-                "again"
+                f"{name} of {self.folder} can't be read ({type(error).__name__}: {said[-1]}); save "
+                "it again"
             ) from None
         return found
 

@@ -13,7 +13,7 @@ import importlib
 from typing import Any
 
 from pyops.hf.accelerate import prepare
-from pyops.hf.plan_trainer import PlanTraining, plan_trainer
+from pyops.hf.plan_training import PlanTraining, plan_trainer
 from pyops.hf.trainer import ZeroTraining, zero_trainer
 
 __all__ = [

@@ -25,7 +25,7 @@ from pyops.mesh import Mesh
 from pyops.optim import OneBitAdam
 from pyops.zero import ZeroConfig, ZeroOptimizer
 
-__all__ = ["ZeroTraining", "trainer_class", "zero_trainer"]
+__all__ = ["ZeroTraining", "trainer_of_transformers", "zero_trainer"]
 
 FOLDER = "zero"  # within a checkpoint of the Trainer
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
@@ -244,24 +244,28 @@ def _check_trainer(trainer: Any) -> None:
 @cache
 def zero_trainer() -> type:
     """transformers.Trainer with ZeroTraining. ImportError says what to install."""
-    return trainer_class("ZeroTrainer", ZeroTraining)
+    base = trainer_of_transformers("ZeroTrainer")
+
+    class ZeroTrainer(ZeroTraining, base):  # type: ignore[misc, valid-type]
+        __doc__ = ZeroTraining.__doc__
+
+    ZeroTrainer.__module__, ZeroTrainer.__qualname__ = "pyops.hf", "ZeroTrainer"
+    return ZeroTrainer
 
 
-def trainer_class(name: str, part: type) -> type:
-    """transformers.Trainer with a part of ours before it.
+def trainer_of_transformers(name: str) -> Any:
+    """transformers.Trainer.
 
     Args:
-        name: Of the class, within pyops.hf.
-        part: ZeroTraining, or what derives from it.
+        name: Of the class in pyops.hf that is to be made of it.
 
     Raises:
         ImportError: transformers, or accelerate, is not installed.
     """
     try:
-        base = importlib.import_module("transformers").Trainer
+        return importlib.import_module("transformers").Trainer
     except ImportError as error:
         raise ImportError(
             f"pyops.hf.{name} needs transformers and accelerate: pip install "
             "transformers accelerate"
         ) from error
-    return type(name, (part, base), {"__doc__": part.__doc__, "__module__": "pyops.hf"})

@@ -76,10 +76,12 @@ def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None
         try:
             state = {MODEL: whole} if whole else {}
             dcp.save(state, checkpoint_id=aside, no_dist=mesh is None or mesh.device_mesh is None)
-        except Exception as error:  # of torch's, on all ranks: it names the first
+        # Of torch's on all ranks, which is no Exception.
+        except (Exception, dcp.api.CheckpointException) as error:
+            said = f"{error}".strip().splitlines() or [""]
             raise HubError(
-                f"{folder} can't be written ({type(error).__name__}: {error}); make room or choose "
-                "another place"
+                f"{folder} can't be written ({type(error).__name__}: {said[-1]}); make room or "
+                "choose another place"
             ) from None
     with ranks_agree(position.group):
         if position.first:
@@ -123,7 +125,9 @@ class StoredWeight:
         return found if self._place is None else laid_out(self._module, found, self._place)
 
     def compare(self, target: Any = None) -> None:
-        """These files have no checksums to compare."""
+        """Read the tensor, for what can't be read must be known before anything is filled: these
+        files have no checksums."""
+        self.read()
 
     def read_into(self, target: Tensor | Shard | Shards) -> None:
         """Fill a tensor, or the parts of it that shards are.

@@ -139,3 +139,17 @@ def test_the_package_is_imported_without_transformers():
     program = "import sys, pyops.hf; sys.exit('transformers' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
+
+
+def test_without_a_plan_one_process_is_the_trainer():
+    """To what clipping leaves: norms are summed in another order."""
+    (losses, norms, *_), weights = plain()
+    with alone():
+        run = _run("unused", ParallelPlan(), 1)
+        run.train()
+        found = _measured(run)
+        *_, ours = finished(run)
+    assert found[0] == pytest.approx(losses, abs=1e-6)
+    assert found[1] == pytest.approx(norms, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import ranks_agree
-from pyops.hf.trainer import ZeroTraining, trainer_class
+from pyops.hf.trainer import ZeroTraining, trainer_of_transformers
 from pyops.hub.pretrained import PretrainedWeights
 from pyops.mesh import ALONE, Mesh
 from pyops.parallel import ParallelPlan
@@ -105,7 +105,14 @@ class PlanTraining(ZeroTraining):
         return super().create_optimizer(model)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's, with dropout by counters where layers are cut."""
+        """As the Trainer's, with dropout by counters where layers are cut.
+
+        Args:
+            model: As the Trainer calls it.
+            inputs: Of one micro-batch.
+            *args: What else the Trainer gives.
+            **kwargs: The same.
+        """
         this, mesh = self._this, self._mesh
         if mesh is not None and self._dropouts:
             step, number = self._forwards
@@ -194,6 +201,12 @@ class PlanTraining(ZeroTraining):
 
     def _fill(self, folder: str, model: Any) -> None:
         """Each rank's part of the weights of a folder."""
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{folder} holds adapters of PEFT, which can't be read with plan tp="
+                f"{self._plan.tp}; go on with tp=1, or train by pyops.parallel.parallelize, whose "
+                "save() and load() have any plan"
+            )
         self._share_out(model)
         with ranks_agree(), self._whole(), PretrainedWeights(folder) as weights:
             weights.check(model)
@@ -282,4 +295,10 @@ def _gather_copies(gather: Any, accelerator: Any, tp: int, values: Any, **option
 @cache
 def plan_trainer() -> type:
     """transformers.Trainer with PlanTraining. ImportError says what to install."""
-    return trainer_class("Trainer", PlanTraining)
+    base = trainer_of_transformers("Trainer")
+
+    class Trainer(PlanTraining, base):  # type: ignore[misc, valid-type]
+        __doc__ = PlanTraining.__doc__
+
+    Trainer.__module__, Trainer.__qualname__ = "pyops.hf", "Trainer"
+    return Trainer
