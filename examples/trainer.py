@@ -1,7 +1,7 @@
-"""transformers' Trainer over ZeRO: one import and one argument differ.
+"""transformers' Trainer on a plan: one import and one argument differ.
 
 The loop, schedules, logs and checkpoint folders are the Trainer's own. Optimizer states and
-gradients are spread over the ranks.
+gradients are spread over the ranks; ParallelPlan(tp=2) would cut the layers, too.
 
     torchrun --standalone --nproc-per-node 2 examples/trainer.py
 """
@@ -13,7 +13,8 @@ import torch.distributed as dist
 import transformers
 from transformers import TrainingArguments
 
-from pyops.hf import ZeroTrainer as Trainer  # was: from transformers import Trainer
+from pyops.hf import Trainer  # was: from transformers import Trainer
+from pyops.parallel import ParallelPlan
 from pyops.zero import ZeroConfig
 
 transformers.set_seed(0)
@@ -34,9 +35,8 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=not torch.cuda.is_available(),
 )
-trainer = Trainer(
-    model=model, args=arguments, train_dataset=rows, zero=ZeroConfig(stage=2)
-)  # zero= is new
+plan = ParallelPlan(zero=ZeroConfig(stage=2))
+trainer = Trainer(model=model, args=arguments, train_dataset=rows, plan=plan)  # plan= is new
 before = trainer.evaluate(rows[:16])["eval_loss"]
 trainer.train()
 after = trainer.evaluate(rows[:16])["eval_loss"]

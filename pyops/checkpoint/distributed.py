@@ -9,17 +9,26 @@ torch.distributed.checkpoint.
 
 A range of a flattened tensor, as optimizers with states over ranks hold it, has no placement among
 torch's, so states are not offered as DTensors; torch asks a reader for boxes, and any box can be
-read of any layout. The folders that torch writes keep their index in a pickle, which can run
-anything: they are not read. Load one with torch, and save it with `as_shards`.
+read of any layout.
+
+    TorchFolder(folder).read("model.w")              a tensor of what torch's dcp.save wrote
+
+The folders that torch writes keep their index in a pickle, which can run anything; TorchFolder lets
+it make what such an index is made of, and nothing else.
 """
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import StorageReader as TorchReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,11 +42,33 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.futures import Future
 
 from pyops.checkpoint.format.lazy_tensor import LazyTensor
+from pyops.checkpoint.format.manifest import CheckpointError
 from pyops.checkpoint.loading import Reader
 from pyops.flat import Shard, Shards
 from pyops.torch_private import local_shape_and_offset
 
-__all__ = ["StorageReader", "as_shards"]
+__all__ = ["StorageReader", "TorchFolder", "as_shards"]
+
+INDEX = ".metadata"  # as torch calls it
+# What the index of a folder of torch's is made of: {module: names}.
+OF_INDEX = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+}
 
 
 def as_shards(state: Any, *, replicas: bool = False) -> Any:
@@ -156,3 +187,88 @@ class StorageReader(TorchReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Whether this is a folder's name."""
         return isinstance(checkpoint_id, str | Path)
+
+
+class TorchFolder:
+    """The tensors of a folder that torch.distributed.checkpoint.save wrote, of any layout, read
+    whole and one at a time.
+
+    Args:
+        folder: With torch's `.metadata` and `.distcp` files.
+
+    Attributes:
+        tensors: {name: (shape, dtype)}; names are paths, "model.w" for state["model"]["w"].
+
+    Raises:
+        CheckpointError: It is no such folder, or its index names what no index is made of.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._reader = _KnownIndexReader(self.folder)
+        self.tensors = {
+            name: (tuple(each.size), each.properties.dtype)
+            for name, each in self._reader.read_metadata().state_dict_metadata.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, in new CPU memory. Local: no rank waits for another.
+
+        Args:
+            name: Of `tensors`.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        shape, dtype = self.tensors[name]
+        found = torch.empty(shape, dtype=dtype, device="cpu")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that one process reads
+                dcp.load({name: found}, storage_reader=self._reader, no_dist=True)
+        # torch has many errors, and its own is no Exception.
+        except (Exception, dcp.api.CheckpointException) as error:
+            said = f"{error}".strip().splitlines() or [""]
+            raise CheckpointError(
+                f"{name} of {self.folder} can't be read ({type(error).__name__}: {said[-1]}); save "
+                "it again"
+            ) from None
+        return found
+
+
+class _KnownIndexReader(FileSystemReader):
+    """torch's reader, with an index that can make nothing but what an index is made of."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        try:
+            with open(folder / INDEX, "rb") as file:
+                found = _IndexUnpickler(file).load()
+        except OSError:
+            raise CheckpointError(
+                f"{folder} has no {INDEX}, so it is none of torch.distributed.checkpoint; name a "
+                "folder that its save() wrote, or read one of pyops with pyops.checkpoint.load"
+            ) from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / INDEX} {error}") from None
+        except Exception as error:
+            raise CheckpointError(f"{folder / INDEX} is damaged ({error}); save it again") from None
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{folder / INDEX} is no index of torch; save it again")
+        self._index = found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in OF_INDEX.get(module, ())
+        found = super().find_class(module, name) if known or module == "torch" else None
+        if known or isinstance(found, torch.dtype):
+            return found
+        raise CheckpointError(
+            f"names {module}.{name}, which no index of torch is made of: it may run anything; if "
+            "you trust it, load it with torch and save it with pyops.checkpoint.save"
+        )

@@ -1,5 +1,6 @@
 """Training loops of Hugging Face over pyops: Accelerate's and the Trainer's.
 
+    Trainer(..., plan=ParallelPlan(tp=2))      transformers.Trainer on a plan: one import changes
     prepare(accelerator, model, optimizer)     a ZeroOptimizer in a loop of Accelerate
     ZeroTrainer(..., zero=ZeroConfig(stage=3))  transformers.Trainer over ZeroOptimizer
     class Mine(ZeroTraining, SFTTrainer)       the same for a Trainer of your own
@@ -12,12 +13,23 @@ import importlib
 from typing import Any
 
 from pyops.hf.accelerate import prepare
+from pyops.hf.plan_training import PlanTraining, plan_trainer
 from pyops.hf.trainer import ZeroTraining, zero_trainer
 
-__all__ = ["ZeroTrainer", "ZeroTraining", "apply_kernels", "prepare", "remove_kernels"]
+__all__ = [
+    "PlanTraining",
+    "Trainer",
+    "ZeroTrainer",
+    "ZeroTraining",
+    "apply_kernels",
+    "prepare",
+    "remove_kernels",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        return plan_trainer()
     if name == "ZeroTrainer":
         return zero_trainer()
     if name in ("apply_kernels", "remove_kernels"):

@@ -100,6 +100,8 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
         )
     group = resolve(optimizer.group, "prepare")
     ranks = 1 if group is None else group.size()
+    if optimizer.tensor_parallel is not None:
+        ranks *= optimizer.tensor_parallel.communicator.size
     if ranks != accelerator.num_processes:
         raise ValueError(
             f"the ZeroOptimizer is of {ranks} ranks, and Accelerate shares the data out "

@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from pyops import checkpoint
 from pyops.hf.accelerate import check_accelerator, prepare
+from pyops.mesh import Mesh
 from pyops.optim import OneBitAdam
 from pyops.zero import ZeroConfig, ZeroOptimizer
 
-__all__ = ["ZeroTraining", "zero_trainer"]
+__all__ = ["ZeroTraining", "trainer_of_transformers", "zero_trainer"]
 
 FOLDER = "zero"  # within a checkpoint of the Trainer
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
@@ -63,6 +64,7 @@ class ZeroTraining:
     """
 
     zero_optimizer: ZeroOptimizer | None = None
+    _mesh: Mesh | None = None  # where a plan shares layers out, too
 
     def __init__(self, *args: Any, zero: ZeroConfig, **kwargs: Any) -> None:
         self._zero_config = _checked_config(zero)
@@ -90,7 +92,8 @@ class ZeroTraining:
             self.zero_optimizer = None
         model, given = this.model if model is None else model, this.optimizer_cls_and_kwargs
         found, arguments = _optimizer_class(this, model)
-        this.optimizer_cls_and_kwargs = _over_ranks(model, found, self._zero_config), arguments
+        maker = _over_ranks(model, found, self._zero_config, self._mesh)
+        this.optimizer_cls_and_kwargs = maker, arguments
         try:
             zero = super().create_optimizer(model)  # type: ignore[misc]
         finally:
@@ -178,14 +181,19 @@ def _optimizer_class(
 
 
 def _over_ranks(
-    model: Any, optimizer_class: type[torch.optim.Optimizer], config: ZeroConfig
+    model: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    config: ZeroConfig,
+    mesh: Mesh | None,
 ) -> type[torch.optim.Optimizer]:
     """What the Trainer takes for an optimizer's class, and makes a ZeroOptimizer over
     `optimizer_class` when it is called."""
 
     class OverRanks(torch.optim.Optimizer):
         def __new__(cls, groups: Any, **options: Any) -> Any:
-            return ZeroOptimizer(model, optimizer_class, config, params=groups, **options)
+            return ZeroOptimizer(
+                model, optimizer_class, config, params=groups, mesh=mesh, **options
+            )
 
     return OverRanks
 
@@ -236,16 +244,28 @@ def _check_trainer(trainer: Any) -> None:
 @cache
 def zero_trainer() -> type:
     """transformers.Trainer with ZeroTraining. ImportError says what to install."""
-    try:
-        base = importlib.import_module("transformers").Trainer
-    except ImportError as error:
-        raise ImportError(
-            "pyops.hf.ZeroTrainer needs transformers and accelerate: pip install "
-            "transformers accelerate"
-        ) from error
+    base = trainer_of_transformers("ZeroTrainer")
 
     class ZeroTrainer(ZeroTraining, base):  # type: ignore[misc, valid-type]
         __doc__ = ZeroTraining.__doc__
 
     ZeroTrainer.__module__, ZeroTrainer.__qualname__ = "pyops.hf", "ZeroTrainer"
     return ZeroTrainer
+
+
+def trainer_of_transformers(name: str) -> Any:
+    """transformers.Trainer.
+
+    Args:
+        name: Of the class in pyops.hf that is to be made of it.
+
+    Raises:
+        ImportError: transformers, or accelerate, is not installed.
+    """
+    try:
+        return importlib.import_module("transformers").Trainer
+    except ImportError as error:
+        raise ImportError(
+            f"pyops.hf.{name} needs transformers and accelerate: pip install "
+            "transformers accelerate"
+        ) from error

@@ -37,7 +37,12 @@ from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.block_lists import find_block_lists
 from pyops.parallel.stages.layout_trial import find_layout
 from pyops.parallel.stages.placeholder import meta_copy
-from pyops.parallel.stages.staged_model import StagedModel, StagePlan, stage_boundaries
+from pyops.parallel.stages.staged_model import (
+    StagedModel,
+    StagePlan,
+    check_trained,
+    stage_boundaries,
+)
 from pyops.parallel.trainer import Trainer, TrainerParts
 from pyops.parallel.weights import ModelSource
 from pyops.precision import PRECISIONS
@@ -177,6 +182,7 @@ def _plan_stages(
     layout = on_first_rank(lambda: find_layout(model, lists, example_inputs))
     with ranks_agree():
         boundaries = stage_boundaries(model, layout, plan.num_stages, plan.pipeline.boundaries)
+        check_trained(model, layout, boundaries)
     shapes = meta_copy(model)
     if (precision := _precision_of(model, plan)) is not None:  # as ZeroOptimizer casts the model
         shapes.to(PRECISIONS[precision].dtype)

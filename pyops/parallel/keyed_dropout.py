@@ -74,8 +74,10 @@ def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
             if not child.p > 0.0:
                 continue
             if id(child) not in keyed:
-                rows = _nearest(name, cut)
-                new = KeyedDropout(child.p, rows=rows, columns_open=columns_open)
+                rows, seen = _nearest(name, cut), columns_open
+                if name.endswith(".lora_dropout"):
+                    rows, seen = _of_adapter(name, cut)
+                new = KeyedDropout(child.p, rows=rows, columns_open=seen)
                 keyed[id(child)] = new.train(child.training)
             module._modules[child_name] = keyed[id(child)]
         if _calls_functions(module) and _may_drop(module):
@@ -190,6 +192,15 @@ def _nearest(name: str, cut: dict[str, Placement]) -> Placement | None:
         if inside:
             return cut[min(inside, key=lambda each: each.count("."))]
     return None
+
+
+def _of_adapter(name: str, cut: dict[str, Placement]) -> tuple[Placement | None, ColumnsOpen]:
+    """The same of the dropout within an adapter of PEFT, which comes after the layer that it is
+    beside, and drops from what that layer was given: a rank's columns where it is cut by rows."""
+    layer = name.removesuffix(".lora_dropout")
+    always = ColumnsOpen()
+    always.value = True
+    return cut.get(f"{layer}.base_layer"), always
 
 
 def _calls_functions(module: nn.Module) -> bool:

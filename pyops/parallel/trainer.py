@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pyops import checkpoint
 from pyops.comm.agreement import gather, ranks_agree
+from pyops.hub.pretrained import export_dcp, stored_weights
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike
 from pyops.parallel.batches import (
     BatchShare,
@@ -441,6 +442,32 @@ class Trainer:
         """
         with self.optimizer.whole_parameters():
             self.parts.save_folder(Path(folder))
+
+    def export_dcp(self, folder: Path | str) -> None:
+        """Write {"model": state_dict of the uncut model} for torch.distributed.checkpoint.load, in
+        plain torch or FSDP2. A collective.
+
+        Args:
+            folder: Where; an older such folder there is replaced when the new one is whole.
+        """
+        with self.optimizer.whole_parameters():
+            export_dcp(self.model, folder, mesh=self.mesh)
+
+    def import_dcp(self, folder: Path | str, *, key: str | None = None) -> None:
+        """Take the weights that torch.distributed.checkpoint.save wrote of a model's state_dict(),
+        from any layout of ranks. The optimizer's states stay as they are. A collective.
+
+        Args:
+            folder: Of torch's.
+            key: The path of the model's state in what was saved, "model" for {"model": ...}; "" for
+                the whole. None: whichever of these two has the model's names.
+
+        Raises:
+            CheckpointError, HubError: On every rank, for a folder that can't be read, or of another
+                model.
+        """
+        found = stored_weights(self.model, folder, key=key, mesh=self.mesh)
+        self.optimizer.load_model_state_dict(found)
 
 
 def _checked_prompt(prompt: Any, model: nn.Module, loss: CountedLoss) -> dict[str, Tensor]:

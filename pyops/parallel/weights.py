@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from pyops.comm.agreement import ranks_agree
-from pyops.hub.pretrained import PretrainedWeights, empty_model, save_pretrained
+from pyops.hub.pretrained import Adapters, PretrainedWeights, empty_model, save_pretrained
 from pyops.mesh import Mesh
 
 __all__ = ["ModelSource"]
@@ -22,12 +22,18 @@ class ModelSource:
         model: The whole model; that of a folder is on the meta device.
         weights: Of the folder; None where the model has its values.
         folder: Where it came from.
+        adapters: What PEFT has put into its layers.
     """
 
     def __init__(
-        self, model: nn.Module, weights: PretrainedWeights | None, folder: Path | None
+        self,
+        model: nn.Module,
+        weights: PretrainedWeights | None,
+        folder: Path | None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model, self._weights, self.folder = model, weights, folder
+        self._adapters = adapters
         self._problem: Exception | None = None
 
     @classmethod
@@ -36,10 +42,12 @@ class ModelSource:
 
         Raises:
             TypeError: It is neither a module nor a folder.
+            ValueError: It has adapters that are not within its layers.
             HubError: The folder can't be read.
         """
         if isinstance(model, nn.Module):
-            return cls(model, None, None)
+            adapters = Adapters.of(model)
+            return cls(model if adapters is None else adapters.inner, None, None, adapters)
         if not isinstance(model, Path | str):
             raise TypeError(
                 f"model is a {type(model).__name__}; give a torch.nn.Module, or a folder that "
@@ -77,5 +85,9 @@ class ModelSource:
                 raise self._problem
 
     def save(self, folder: Path, mesh: Mesh) -> None:
-        """Write the model, as it is shared out, as a Hugging Face folder. A collective."""
+        """Write the model, as it is shared out, as a Hugging Face folder, or the adapters in it as
+        one of PEFT. A collective."""
+        if self._adapters is not None:
+            self._adapters.save(self.model, folder, mesh=mesh)
+            return
         save_pretrained(self.model, folder, mesh=mesh, tokenizer_from=self.folder)

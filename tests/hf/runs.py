@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.parallel import ParallelPlan
+from pyops.zero import ZeroConfig
+
 VOCABULARY, LENGTH, ROWS = 50, 8, 64
 CLIPPED = 0.05  # less than any gradient's norm here
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """This process by itself, and no state of Accelerate's afterwards."""
+    from accelerate.state import AcceleratorState
+
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextmanager
@@ -90,13 +104,18 @@ class Recorded:
 
 
 def trainer(
-    folder: str, model: Any, zero: Mapping[str, Any] | None, *, given: Any = None, **options: Any
+    folder: str,
+    model: Any,
+    zero: ZeroConfig | ParallelPlan | None,
+    *,
+    given: Any = None,
+    **options: Any,
 ) -> Any:
-    """A ZeroTrainer, or where zero is None the Trainer itself, which wraps the model in
-    DistributedDataParallel."""
+    """A ZeroTrainer, that of a plan, or where it is None the Trainer itself, which wraps the model
+    in DistributedDataParallel where there are several ranks."""
     import transformers
 
-    from pyops.hf import ZeroTraining
+    from pyops.hf import PlanTraining, ZeroTraining
 
     common: dict[str, Any] = {
         "output_dir": folder,
@@ -113,12 +132,10 @@ def trainer(
         "warmup_steps": 2,
     }
     args = transformers.TrainingArguments(**common | options)
-    bases = (
-        (Recorded, transformers.Trainer)
-        if zero is None
-        else (Recorded, ZeroTraining, transformers.Trainer)
-    )
-    more = {} if zero is None else {"zero": zero}
+    planned = isinstance(zero, ParallelPlan)
+    ours = () if zero is None else (PlanTraining,) if planned else (ZeroTraining,)
+    bases = (Recorded, *ours, transformers.Trainer)
+    more = {} if zero is None else {"plan" if planned else "zero": zero}
     data = rows()
     made = {
         "model": model,

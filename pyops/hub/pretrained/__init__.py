@@ -15,16 +15,23 @@ part by part, and written back, where each rank has its own part only.
 | sources.py | which tensors of the files a tensor of the model is made of, and back |
 | layouts.py | a rank's part of a tensor, and the tensor as it is in the files |
 | saving.py, save_plan.py | save_pretrained; who writes what into which file |
+| adapters.py | the same of adapters of PEFT |
+| torch_checkpoints.py | the same for torch.distributed.checkpoint, and back |
 """
 
+from pyops.hub.pretrained.adapters import Adapters
 from pyops.hub.pretrained.models_without_memory import empty_like_config, empty_model
 from pyops.hub.pretrained.saving import save_pretrained
+from pyops.hub.pretrained.torch_checkpoints import export_dcp, stored_weights
 from pyops.hub.pretrained.weights import PretrainedWeights, WeightReport
 
 __all__ = [
+    "Adapters",
     "PretrainedWeights",
     "WeightReport",
     "empty_like_config",
     "empty_model",
+    "export_dcp",
     "save_pretrained",
+    "stored_weights",
 ]

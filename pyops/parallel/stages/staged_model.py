@@ -23,7 +23,7 @@ from pyops.pipeline import Action, Pipeline, PipelineConfig, Schedule, balance, 
 from pyops.pipeline.runtime.stage import Stage
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["StagePlan", "StagedModel", "stage_boundaries"]
+__all__ = ["StagePlan", "StagedModel", "check_trained", "stage_boundaries"]
 
 BeforeForward = Callable[[int], None]  # of the number of the micro-batch
 
@@ -65,6 +65,30 @@ def stage_boundaries(
     last = set(layout.modules_of(len(names) - 1, None)) - {names[-1]}
     costs[-1] += sum(p.numel() for name in last for p in modules[name].parameters(recurse=False))
     return balance(costs, num_stages=num_stages)
+
+
+def check_trained(model: nn.Module, layout: ModelLayout, boundaries: Sequence[int]) -> None:
+    """Refuse a stage that has nothing to train: it would wait for gradients that nothing asks for.
+
+    Args:
+        model: The whole model.
+        layout: Of the model.
+        boundaries: As of `stage_boundaries`.
+
+    Raises:
+        ValueError: Names the stage and the fix.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    last = len(boundaries) - 2
+    for stage, (begin, end) in enumerate(itertools.pairwise(boundaries)):
+        names = layout.modules_of(begin, None if stage == last else end)
+        if not any(p.requires_grad for name in names for p in modules[name].parameters()):
+            raise ValueError(
+                f"stage {stage} of the pipeline (blocks {begin} to {end - 1}) has no parameter "
+                "that requires a gradient; unfreeze some (adapters in all blocks, without "
+                "layers_to_transform), give PipelineOptions(boundaries=...) under which each "
+                "stage has some, or set pp to 1"
+            )
 
 
 @dataclass(frozen=True)

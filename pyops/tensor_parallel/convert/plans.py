@@ -21,7 +21,10 @@ lies outside of it |
 | "logits" | linear | columns, which are put together again for the loss |
 | "bias by head" | embedding [buckets, heads] within an attention module | cut along its heads |
 | "partial" | any, within attention or mlp | whole on every rank; used on own heads, so each has a
-part of its gradient | | "attention" | any | its numbers of heads become this rank's; its input is
+part of its gradient |
+| "whole" | any, within attention or mlp | whole on every rank, and so is its gradient: it works on
+what was summed |
+| "attention" | any | its numbers of heads become this rank's; its input is
 what the ranks share |
 | "configured attention" | any | the same; its code reads numbers from its config, of which it gets
 a copy of its own |
@@ -57,7 +60,7 @@ CUT = (
 )
 ATTENTION = ("attention", "configured attention")
 REGIONS = (*ATTENTION, "mlp")
-KINDS = (*CUT, "partial", *REGIONS, "blocks")
+KINDS = (*CUT, "partial", "whole", *REGIONS, "blocks")
 
 
 def plan_of(model: nn.Module) -> Plan:

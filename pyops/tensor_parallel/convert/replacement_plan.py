@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from pyops.tensor_parallel.convert.architectures.adapters import with_adapters
 from pyops.tensor_parallel.convert.head_counts import HeadCounts, heads_of
 from pyops.tensor_parallel.convert.module_swap import ModuleCut, SharedParameters, check_kind
 from pyops.tensor_parallel.convert.multihead import check_multihead
@@ -56,11 +57,12 @@ class ReplacementPlan:
             raise ValueError(
                 f"the model is parallel already: {taken[0] or type(model).__name__} has placements"
             )
-        self.kinds = assign(
+        assigned = assign(
             model,
             plan_of(model) if plan is None else plan,
             complete=plan is not None if complete is None else complete,
         )
+        self.kinds = with_adapters(self.modules, assigned)
         self.regions = [name for name, kind in self.kinds.items() if kind in REGIONS]
         self.blocks = self._blocks(sequence_parallel)
         self.heads = {
@@ -148,7 +150,8 @@ class ReplacementPlan:
     def _check_regions(self) -> None:
         for name in self.modules:
             region = name if name in self.regions else above(name, self.regions)
-            if region is not None and self.kinds.get(name) != "partial" and self.whole(name):
+            said = self.kinds.get(name) in ("partial", "whole")
+            if region is not None and not said and self.whole(name):
                 raise ValueError(
                     f"{name} has parameters within {region}, and the plan does not say "
                     "what becomes of them: cut it, or make "

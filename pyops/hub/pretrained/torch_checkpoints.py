@@ -1,0 +1,204 @@
+"""A model of which each rank has a part, and the folders of torch.distributed.checkpoint: weights
+with the names, shapes and layouts of the uncut model.
+
+    tp 0, tp 1   q_proj, rows of it  -->  q_proj            --dcp.save-->   what plain torch and
+                 [3, 2 heads, D]     <--  [D, 3 * 4 heads]  <--dcp.load--   FSDP2 read and write
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from pyops.checkpoint.distributed import INDEX, TorchFolder
+from pyops.checkpoint.writing import replace_folder
+from pyops.comm.agreement import gather, ranks_agree
+from pyops.flat import Shard, Shards
+from pyops.hub.folder_files import HubError
+from pyops.hub.pretrained.layouts import gathered, placement_of, whole_shape
+from pyops.hub.pretrained.saving import Position
+from pyops.mesh import ALONE, Mesh
+from pyops.tensor_parallel.convert.module_swap import laid_out
+
+__all__ = ["StoredWeight", "export_dcp", "stored_weights"]
+
+MODEL = "model"
+Held = tuple[str, nn.Module, str, Tensor]
+
+
+def _held(model: nn.Module) -> Iterator[Held]:
+    """(name, module, name in the module, this rank's part) of what state_dict has, tied ones under
+    each of their names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                yield (f"{path}.{key}" if path else key), module, key, tensor
+
+
+@torch.no_grad()
+def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None) -> None:
+    """Write {"model": the model's state_dict} as torch.distributed.checkpoint.save does, whole
+    tensors. Collective: every rank must call it.
+
+    One rank of each pipeline stage holds the stage's whole tensors in host memory meanwhile. At
+    stage 3 of ZeRO call it within `optimizer.whole_parameters()`.
+
+    Args:
+        model: This rank's part, its modules named as in the whole model.
+        folder: Written beside its place and renamed; such a folder there is replaced.
+        mesh: Of all ranks; None: this process has the whole model.
+
+    Raises:
+        HubError: On every rank, for a folder of something else, and a disk that is full.
+    """
+    position, folder = Position.of(mesh), Path(folder)
+    aside = folder.with_name(folder.name + ".tmp")
+    with ranks_agree(position.group):
+        _check_folder(folder)
+        if position.first:
+            shutil.rmtree(aside, ignore_errors=True)
+    whole: dict[str, Tensor] = {}
+    copied: dict[int, Tensor] = {}
+    for name, module, key, tensor in _held(model) if position.writes_part else ():
+        if id(tensor) not in copied:
+            found = gathered(module, key, tensor, position.ranks)
+            copied[id(tensor)] = tensor if found is None else found.cpu().clone()
+        if position.writes:
+            whole[name] = copied[id(tensor)]
+    with ranks_agree(position.group):
+        try:
+            state = {MODEL: whole} if whole else {}
+            dcp.save(state, checkpoint_id=aside, no_dist=mesh is None or mesh.device_mesh is None)
+        # Of torch's on all ranks, which is no Exception.
+        except (Exception, dcp.api.CheckpointException) as error:
+            said = f"{error}".strip().splitlines() or [""]
+            raise HubError(
+                f"{folder} can't be written ({type(error).__name__}: {said[-1]}); make room or "
+                "choose another place"
+            ) from None
+    with ranks_agree(position.group):
+        if position.first:
+            replace_folder(folder, aside)
+
+
+def _check_folder(folder: Path) -> None:
+    """HubError for a folder with anything but such a checkpoint."""
+    if not os.path.lexists(folder):
+        return
+    there = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name]
+    foreign = [name for name in there if name != INDEX and not name.endswith(".distcp")]
+    if foreign:
+        raise HubError(
+            f"{folder} is there already and holds {', '.join(foreign[:3])}; an export replaces a "
+            "folder of torch.distributed.checkpoint and nothing else: remove it, or name another "
+            "place"
+        )
+
+
+class StoredWeight:
+    """A tensor of the folder, as a module of the cut model lays it out; read when it is asked for,
+    as the tensors of `pyops.checkpoint.load(folder, lazy=True)` are.
+
+    Args:
+        stored: The folder.
+        name: The tensor there.
+        held: What it is for on this rank.
+    """
+
+    def __init__(self, stored: TorchFolder, name: str, held: Held) -> None:
+        self._stored, self._name = stored, name
+        _, self._module, key, tensor = held
+        self._place = placement_of(self._module, key)
+        self.shape = tuple(tensor.shape) if self._place is None else self._place.global_shape
+        self.dtype = stored.tensors[name][1]
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        found = self._stored.read(self._name)
+        return found if self._place is None else laid_out(self._module, found, self._place)
+
+    def compare(self, target: Any = None) -> None:
+        """Read the tensor, for what can't be read must be known before anything is filled: these
+        files have no checksums."""
+        self.read()
+
+    def read_into(self, target: Tensor | Shard | Shards) -> None:
+        """Fill a tensor, or the parts of it that shards are.
+
+        Args:
+            target: Of this tensor's shape; floating dtypes are converted.
+        """
+        whole = self.read()
+        for part in target if isinstance(target, Shards) else (target,):
+            if not isinstance(part, Shard):
+                part.copy_(whole)
+            elif part.is_range:
+                start = part.offset[0]
+                part.tensor.copy_(whole.reshape(-1)[start : start + part.tensor.numel()])
+            else:
+                box = zip(part.offset, part.tensor.shape, strict=True)
+                part.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
+
+
+def stored_weights(
+    model: nn.Module, folder: Path | str, *, key: str | None = None, mesh: Mesh | None = None
+) -> dict[str, StoredWeight]:
+    """What this rank needs of a folder of torch.distributed.checkpoint, for
+    `ZeroOptimizer.load_model_state_dict`. Collective: every rank must call it.
+
+    Args:
+        model: This rank's part, its modules named as in the whole model.
+        folder: What dcp.save wrote of model.state_dict(), by any layout of ranks.
+        key: The path of the model's state in what was saved, "model" for {"model": ...}; "" for
+            the whole. None: whichever of these two has the model's names.
+        mesh: Of all ranks; None: this process has the whole model.
+
+    Returns:
+        {name in the model: tensor}.
+
+    Raises:
+        CheckpointError: The folder can't be read.
+        HubError: On every rank, for weights of another model.
+    """
+    position = Position.of(mesh)
+    held = {each[0]: each for each in _held(model)}
+    stages = gather(sorted(held), group=ALONE if mesh is None else mesh.group("pp") or ALONE)
+    names = {name for stage in stages for name in stage}
+    with ranks_agree(position.group):
+        stored = TorchFolder(folder)
+        prefixes = [f"{MODEL}.", ""] if key is None else [f"{key}." if key else ""]
+        prefix = max(
+            prefixes, key=lambda each: sum(each + name in stored.tensors for name in names)
+        )
+        found = {
+            name.removeprefix(prefix): name for name in stored.tensors if name.startswith(prefix)
+        }
+        _check_names(folder, model, names, found)
+        for name, module, own, tensor in held.values():
+            there, here = stored.tensors[found[name]][0], whole_shape(module, own, tensor)
+            if there != here:
+                raise HubError(
+                    f"{name} is {list(there)} in {folder}, but {list(here)} in the model; choose "
+                    "the folder of this model"
+                )
+    return {name: StoredWeight(stored, found[name], each) for name, each in held.items()}
+
+
+def _check_names(
+    folder: Path | str, model: nn.Module, names: set[str], found: dict[str, str]
+) -> None:
+    missing, unused = sorted(names - set(found)), sorted(set(found) - names)
+    if missing or unused:
+        what = [f"lacks {', '.join(missing[:3])}"] if missing else []
+        what += [f"has besides {', '.join(unused[:3])}"] if unused else []
+        raise HubError(
+            f"{folder} {' and '.join(what)}, of {type(model).__name__}; choose the folder of this "
+            "model, or say where in it the model is: key='model' for {'model': state_dict}"
+        )

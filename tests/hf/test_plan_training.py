@@ -1,0 +1,155 @@
+"""pyops.hf.Trainer on a plan beside transformers' Trainer on one process: losses, gradients,
+evaluation, the folders that are written and runs that go on from them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.parallel import ParallelPlan
+from pyops.zero import ZeroConfig
+from tests.grids import cut
+from tests.hf.runs import alone, finished, gpt2, launched, rows, trainer
+
+pytestmark = pytest.mark.cpu_only
+
+PLANS = {
+    "dp 2, zero 1": (2, ParallelPlan(zero=ZeroConfig(stage=1))),
+    "dp 2, recompute": (2, ParallelPlan(recompute=("transformer.h.*",))),
+    "tp 2": (2, ParallelPlan(tp=2)),
+    "tp 2 x dp 2, zero 1": (4, ParallelPlan(tp=2, zero=ZeroConfig(stage=1))),
+    "tp 2 x dp 2, zero 3": (4, ParallelPlan(tp=2, zero=ZeroConfig(stage=3))),
+}
+# Weights are linear in the gradients of such a step.
+SGD = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9})}
+GLOBAL_ROWS = 8  # of a step, in two micro-batches
+
+
+def _run(folder: str, plan: ParallelPlan | None, copies: int, **options: Any) -> Any:
+    given = {**SGD, "compute_loss_func": None, "eval_dataset": rows(8)}
+    own: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    own["per_device_eval_batch_size"] = 4 // copies
+    own["per_device_train_batch_size"] = GLOBAL_ROWS // 2 // copies
+    return trainer(folder, gpt2(), plan, given=given, **(own | options))
+
+
+def _measured(run: Any) -> tuple[list[float], list[float], float, torch.Tensor]:
+    """(logged losses, norms, evaluated loss, logits of five rows) of a run that trained."""
+    logs = run.state.log_history
+    losses = [each["loss"] for each in logs if "loss" in each]
+    norms = [float(each["grad_norm"]) for each in logs if "grad_norm" in each]
+    logits = torch.from_numpy(run.predict(rows(5)).predictions)
+    return losses, norms, run.evaluate()["eval_loss"], logits
+
+
+@cache
+def plain() -> tuple[Any, dict[str, torch.Tensor]]:
+    """transformers' Trainer on this rank alone."""
+    with alone():
+        run = _run("unused", None, 1)
+        assert run.accelerator.num_processes == 1
+        run.train()
+        measured = _measured(run)
+        *_, weights = finished(run)
+    start = dict(gpt2().named_parameters())
+    assert max(float((w - start[name].detach()).abs().max()) for name, w in weights.items()) > 0.05
+    assert min(measured[1]) > 0.5, "nothing is clipped"
+    return measured, weights
+
+
+def _trained(rank: int, group: Any, folder: str, plan: ParallelPlan) -> Any:
+    expected = plain()
+    with launched(rank, group):
+        run = _run(folder, plan, group.size() // plan.tp)
+        run.train()
+        measured = _measured(run)
+        run.save_model(f"{folder}/saved")
+        finished(run)
+    return measured, expected
+
+
+IN_SUITE = [("dp 2, zero 1",), ("tp 2",)]
+
+
+@pytest.mark.parametrize("name", cut([(each,) for each in PLANS], keep=IN_SUITE))
+def test_a_trainer_on_a_plan_is_the_trainer_on_one_process(world, tmp_path, name: str):
+    from transformers import GPT2LMHeadModel
+
+    ranks, plan = PLANS[name]
+    for found, expected in world(ranks).run(_trained, str(tmp_path), plan, timeout=240.0):
+        (losses, norms, evaluated, logits), weights = expected
+        assert found[0] == pytest.approx(losses, abs=1e-5)
+        assert found[1] == pytest.approx(norms, rel=1e-4)
+        assert found[2] == pytest.approx(evaluated, abs=1e-5)
+        torch.testing.assert_close(found[3], logits, rtol=0, atol=1e-4)  # five rows, in order
+    loaded = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "saved").named_parameters())
+    for key, weight in weights.items():
+        torch.testing.assert_close(loaded[key].detach(), weight, rtol=0, atol=1e-5)
+
+
+def _stopped(rank: int, group: Any, folder: str, plan: ParallelPlan) -> list[list[float]]:
+    """The losses of a run that saves after its second step, and of one that goes on from there."""
+    found = []
+    with launched(rank, group):
+        for name, resumed in (("whole", None), ("again", f"{folder}/whole/checkpoint-2")):
+            own = {"save_strategy": "steps", "save_steps": 2}
+            run = _run(f"{folder}/{name}", plan, group.size() // plan.tp, **own)
+            run.train(resume_from_checkpoint=resumed)
+            found.append(run.losses)
+            run.zero_optimizer.close()
+    return found
+
+
+def test_a_run_with_layers_that_are_cut_goes_on_from_its_checkpoint(world, tmp_path):
+    plan = ParallelPlan(tp=2, precision="bf16")
+    for whole, again in world(2).run(_stopped, str(tmp_path), plan, timeout=240.0):
+        assert again == whole[4:]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (ParallelPlan(pp=2), "plan has pp=2, and the Trainer's loop calls the whole model"),
+        (ParallelPlan(max_grad_norm=1.0), "TrainingArguments(max_grad_norm=...) clips"),
+        (ParallelPlan(num_microbatches=2), "gradient_accumulation_steps"),
+        (ParallelPlan(precision="fp16"), "TrainingArguments(fp16=True)"),
+        (ParallelPlan(tp=0), "tp is 0"),
+        (ParallelPlan(tp=2), "the plan is for tp 2 x pp 1 = 2 ranks"),
+        ("tp 2", "give pyops.parallel.ParallelPlan"),
+    ],
+)
+def test_a_plan_that_the_trainer_cannot_follow_is_refused(tmp_path, plan, said: str):
+    import pyops.hf
+
+    with alone(), pytest.raises((ValueError, TypeError)) as error:
+        import transformers
+
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        pyops.hf.Trainer(model=gpt2(), args=args, plan=plan)
+    assert said in str(error.value)
+
+
+def test_the_package_is_imported_without_transformers():
+    program = "import sys, pyops.hf; sys.exit('transformers' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
+
+
+def test_without_a_plan_one_process_is_the_trainer():
+    """To what clipping leaves: norms are summed in another order."""
+    (losses, norms, *_), weights = plain()
+    with alone():
+        run = _run("unused", ParallelPlan(), 1)
+        run.train()
+        found = _measured(run)
+        *_, ours = finished(run)
+    assert found[0] == pytest.approx(losses, abs=1e-6)
+    assert found[1] == pytest.approx(norms, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)

@@ -1,0 +1,117 @@
+"""A trainer of any plan takes weights that torch.distributed.checkpoint saved, and torch loads what
+a trainer exports."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+from pyops.checkpoint import CheckpointError
+from pyops.checkpoint.distributed import StorageReader
+from pyops.optim import AdamW
+from pyops.parallel import ParallelPlan, Trainer, parallelize
+from pyops.zero import ZeroConfig
+from tests.grids import cut
+from tests.parallel.test_trainer import own_rows, rows_for
+from tests.parallel.tiny_transformers import make_model
+
+pytestmark = pytest.mark.cpu_only
+
+PLANS = {
+    "tp": ParallelPlan(tp=2),
+    "pp": ParallelPlan(pp=2),
+    "zero 3": ParallelPlan(zero=ZeroConfig(stage=3)),
+}
+MODELS = ("gpt2", "llama tied", "t5")
+IN_SUITE = [("gpt2", "tp"), ("llama tied", "pp"), ("gpt2", "zero 3")]
+CASES = cut([(name, plan) for name in MODELS for plan in PLANS], keep=IN_SUITE)
+
+
+def make(name: str, plan: ParallelPlan, *, seed: int) -> Trainer:
+    return parallelize(make_model(name, seed=seed), plan, optimizer=partial(AdamW, lr=1e-2))
+
+
+def taken_and_given(rank: int, group: Any, name: str, plan: ParallelPlan, folder: Path) -> Any:
+    """Losses of the imported weights, and after a step, whose weights are exported."""
+    model: Any = make_model(name)
+    fully_shard(model)
+    dcp.save({"model": model.state_dict(), "step": 7}, checkpoint_id=folder / "fsdp")
+    trainer = make(name, plan, seed=1)
+    rows = own_rows(rows_for(name, 0), trainer.mesh.rank("dp"), trainer.mesh.size("dp"))
+    losses = [trainer.evaluate([rows])]
+    for source in ("whole", "fsdp"):
+        trainer.import_dcp(folder / source)
+        losses.append(trainer.evaluate([rows]))
+        trainer.step(rows)  # from the weights that were taken, masters included
+    losses.append(trainer.evaluate([rows]))
+    trainer.export_dcp(folder / "out")
+    trainer.export_dcp(folder / "out")  # in the place of the first
+    trainer.save(folder / "own")
+    return losses
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_weights_go_to_torch_and_back(name, plan, world, tmp_path):
+    dcp.save(make_model(name).state_dict(), checkpoint_id=tmp_path / "whole", no_dist=True)
+    wanted = make(name, ParallelPlan(), seed=0)
+    loss = wanted.evaluate([rows_for(name, 0)])
+    for before, *taken, after in world(2).run(taken_and_given, name, PLANS[plan], tmp_path):
+        assert abs(before - loss) > 1e-3
+        assert taken == pytest.approx([loss, loss], abs=1e-6)
+        assert abs(after - loss) > 1e-3, "the step did nothing"
+        assert loaded_loss(name, dcp.FileSystemReader(tmp_path / "out")) == pytest.approx(after)
+        if name != "gpt2":  # whose packed weights lie otherwise in a trainer's own folder
+            assert loaded_loss(name, StorageReader(tmp_path / "own")) == pytest.approx(after)
+
+
+def loaded_loss(name: str, reader: Any) -> float:
+    """Of a model that torch loaded."""
+    model = make_model(name, seed=2)
+    dcp.load({"model": model.state_dict()}, storage_reader=reader, no_dist=True)
+    trainer = parallelize(model, optimizer=AdamW)
+    return trainer.evaluate([rows_for(name, 0)])
+
+
+class Harm:
+    """Runs something where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("harmed"),))
+
+
+def test_what_is_no_folder_of_this_model_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make("gpt2", ParallelPlan(), seed=0)
+    before = [p.clone() for p in trainer.model.parameters()]
+    dcp.save({"net": make_model("llama tied").state_dict()}, checkpoint_id="llama", no_dist=True)
+    thin = make_model("gpt2", n_embd=16).state_dict()
+    dcp.save({"net": thin}, checkpoint_id="thin", no_dist=True)
+    shutil.copytree("thin", "bad")
+    Path("bad/.metadata").write_bytes(pickle.dumps(Harm()))
+    for folder, key, said in (
+        ("none", None, "has no .metadata"),
+        ("llama", "net", "llama lacks transformer.h.0.attn.c_attn.bias, "),
+        ("thin", "", "has besides net.lm_head.weight"),
+        ("thin", "net", r"is \[64, 16\] in thin, but \[64, 32\] in the model"),
+        ("bad", None, "names pathlib.Path.touch, which no index"),
+    ):
+        with pytest.raises((CheckpointError, ValueError), match=said):
+            trainer.import_dcp(folder, key=key)
+    trainer.export_dcp("whole")
+    next(Path("whole").glob("*.distcp")).write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="can't be read"):
+        trainer.import_dcp("whole")
+    Path("mine").mkdir()
+    Path("mine/notes").touch()
+    with pytest.raises(ValueError, match="holds notes"):
+        trainer.export_dcp("mine")
+    assert not Path("harmed").exists()
+    assert all(map(torch.equal, trainer.model.parameters(), before))
