@@ -3,6 +3,7 @@ say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from tests.project.documents import (
 )
 
 pytestmark = pytest.mark.cpu_only
+
+README_LINES = 20
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +101,15 @@ def runs_as_printed(program: Program, ranks: Ranks, tmp_path: Path) -> None:
         f"{program.page} states\n{program.prints}\nprinted was\n{outcomes[0][0]}"
     )
     assert {printed for printed, _ in outcomes[1:]} <= {""}
+
+
+def test_the_program_of_the_readme_prints_the_same_on_one_process(ranks, tmp_path):
+    readme = pages()[0].read_text()
+    program = program_of("README.md", readme)
+    assert program.ranks == 8
+    assert "With `--nproc-per-node 1` the program prints the same losses." in readme
+    assert len(program.source.splitlines()) <= README_LINES
+    runs_as_printed(replace(program, ranks=1), ranks, tmp_path)
 
 
 def test_all_python_of_the_readme_is_whole_programs():
