@@ -3,12 +3,14 @@ say."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.project.documents import (
+    ROOT,
     TABLES,
     Fragment,
     Program,
@@ -79,6 +81,17 @@ def test_few_fragments_are_left_out_and_each_says_why():
     left_out = [each for each in fragments() if each.not_run]
     assert len(left_out) <= 3, [(each.page, each.line) for each in left_out]
     assert all(len(each.not_run.split()) > 5 for each in left_out)
+
+
+def test_each_library_has_its_lines_beside_ours():
+    """And ours are run: no fragment of the page is left out."""
+    page = (ROOT / "docs" / "migrate.md").read_text()
+    _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    for library in ("DistributedDataParallel", "FSDP2", "DeepSpeed", "Megatron-LM", "Accelerate"):
+        own = next(section for section in sections if section.startswith(library))
+        languages = [language for _, language, _ in blocks(own)]
+        assert languages[:2] == ["text", "python"]
+    assert all(each.program for each in fragments_of("migrate.md", page))
 
 
 def test_a_fragment_takes_its_setup_from_the_comment_before_it():
