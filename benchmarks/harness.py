@@ -185,19 +185,13 @@ def measure(
         # Each goes first in turn: what runs second finds caches as the first left them.
         for name in names if turn % 2 == 0 else reversed(names):
             seconds[name].append(_sample(case, name, repeats=repeats[name], ranks=ranks))
-    ours, *rivals = names
+    ours = names[0]
     row: Row = {
         "bench": case.bench,
         "case": case.name,
         "device": case.device.type,
         "us": {name: quantiles(seconds[name]) for name in names},
-        "speedup": {
-            name: round(
-                statistics.median(r / o for r, o in zip(seconds[name], seconds[ours], strict=True)),
-                3,
-            )
-            for name in rivals
-        },
+        **_ratios(seconds, ours),
         "max_error": error,
         "rounds": rounds,
     }
@@ -211,6 +205,24 @@ def measure(
     row["versions"], row["commit"] = machine.versions(), machine.commit()
     row["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return row
+
+
+def _ratios(seconds: Mapping[str, list[float]], ours: str) -> Row:
+    """How many times faster ours is than each rival: the median of the ratios within each round,
+    and their 20 % and 80 % quantiles."""
+    ratios = {
+        name: [rival / own for rival, own in zip(each, seconds[ours], strict=True)]
+        for name, each in seconds.items()
+        if name != ours
+    }
+    found = {name: quantiles(each) for name, each in ratios.items()}
+    return {
+        "speedup": {name: round(middle / 1e6, 3) for name, (_, middle, _) in found.items()},
+        "speedup_spread": {
+            name: [round(low / 1e6, 3), round(high / 1e6, 3)]
+            for name, (low, _, high) in found.items()
+        },
+    }
 
 
 def _roofs(case: Case, medians: Mapping[str, float]) -> Row:

@@ -78,11 +78,14 @@ def duration(microseconds: float) -> str:
 
 
 def against(row: Row, name: str) -> str:
-    """One rival's cell: how many times faster ours is, and the target where there is one."""
+    """One rival's cell: how many times faster ours is, within which bounds, and the target where
+    there is one."""
     if name not in row["speedup"]:
         return ""
     target = row.get("targets", {}).get(name)
-    return f"{row['speedup'][name]:.2f}x" + (f" (aim {target:g}x)" if target else "")
+    low, high = row.get("speedup_spread", {}).get(name, (None, None))
+    spread = "" if low is None else f", {low:.2f} to {high:.2f}"
+    return f"{row['speedup'][name]:.2f}x{spread}" + (f" (aim {target:g}x)" if target else "")
 
 
 def fewer(row: Row) -> str:
@@ -144,6 +147,10 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         f"{row['validation_loss']:.3f}" if "validation_loss" in row else ""
     ),
     "MiB, rank by rank": lambda row: ", ".join(f"{size:.1f}" for size in row.get("peak_mib", ())),
+    "peak MiB of a rank beyond imports": lambda row: ", ".join(
+        f"{name} {peak - imported:.0f}"
+        for name, (imported, peak) in row.get("rank_mib", {}).items()
+    ),
     "simulated MiB": lambda row: ", ".join(f"{size:.1f}" for size in row.get("simulated_mib", ())),
     "off, in micro-batches": lambda row: ", ".join(
         f"{size:.2f}" for size in row.get("off_in_micro_batches", ())

@@ -220,12 +220,17 @@ def _free_port() -> int:
 
 class Ranks:
     """Processes that run programs, one after another: as the ranks of one torchrun, or the first of
-    them alone."""
+    them alone. A program for more ranks than there are starts the others."""
 
     def __init__(self, size: int) -> None:
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        self._start(size)
+
+    def _start(self, size: int) -> None:
+        """More processes, until there are `size`."""
         context = fork_server()
-        self._pipes, self._processes = [], []
-        for rank in range(size):
+        for rank in range(len(self._pipes), size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
@@ -237,6 +242,7 @@ class Ranks:
         """(what it printed, its traceback) of each rank that `program` runs on."""
         path = folder / "program.py"
         path.write_text(program.source)
+        self._start(program.ranks)
         used = self._pipes[: program.ranks or 1]
         shared = {
             "MASTER_ADDR": "127.0.0.1",

@@ -3,11 +3,14 @@ say."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.project.documents import (
+    ROOT,
     TABLES,
     Fragment,
     Program,
@@ -21,6 +24,8 @@ from tests.project.documents import (
 )
 
 pytestmark = pytest.mark.cpu_only
+
+README_LINES = 20
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,17 @@ def test_few_fragments_are_left_out_and_each_says_why():
     assert all(len(each.not_run.split()) > 5 for each in left_out)
 
 
+def test_each_library_has_its_lines_beside_ours():
+    """And ours are run: no fragment of the page is left out."""
+    page = (ROOT / "docs" / "migrate.md").read_text()
+    _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    for library in ("DistributedDataParallel", "FSDP2", "DeepSpeed", "Megatron-LM", "Accelerate"):
+        own = next(section for section in sections if section.startswith(library))
+        languages = [language for _, language, _ in blocks(own)]
+        assert languages[:2] == ["text", "python"]
+    assert all(each.program for each in fragments_of("migrate.md", page))
+
+
 def test_a_fragment_takes_its_setup_from_the_comment_before_it():
     whole = "```python\nprint(1)\n```\n\n    python x.py\n\n```text\n1\n```\n"
     page = whole + "<!-- setup, 2 ranks\nx = 3\n-->\n```python\ny = x\n```\n"
@@ -98,6 +114,15 @@ def runs_as_printed(program: Program, ranks: Ranks, tmp_path: Path) -> None:
         f"{program.page} states\n{program.prints}\nprinted was\n{outcomes[0][0]}"
     )
     assert {printed for printed, _ in outcomes[1:]} <= {""}
+
+
+def test_the_program_of_the_readme_prints_the_same_on_one_process(ranks, tmp_path):
+    readme = pages()[0].read_text()
+    program = program_of("README.md", readme)
+    assert program.ranks == 8
+    assert "With `--nproc-per-node 1` the program prints the same losses." in readme
+    assert len(program.source.splitlines()) <= README_LINES
+    runs_as_printed(replace(program, ranks=1), ranks, tmp_path)
 
 
 def test_all_python_of_the_readme_is_whole_programs():

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-import torch.distributed.tensor
+import torch.distributed.tensor.parallel
 import transformers
 
 import pyops
@@ -36,7 +36,10 @@ ELSEWHERE = {
     "DeepSpeedPlugin",
     "FullyShardedDataParallelPlugin",
     "OneBitLamb",
+    "ParallelismConfig",
     "PipelineModule",
+    "tp_plan",
+    "powerSGD_hook",
     "ZeroRedundancyOptimizer",
     "bucket_cap_mb=25",
     "get_model_state_dict",
@@ -97,6 +100,7 @@ TORCH = (
     torch.distributed,
     torch.distributed.fsdp,
     torch.distributed.tensor,
+    torch.distributed.tensor.parallel,
     torch.nn.parallel,
     torch.amp,
     torch.Tensor,
