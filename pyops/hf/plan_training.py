@@ -26,7 +26,7 @@ from pyops.hf.trainer import ZeroTraining, trainer_of_transformers
 from pyops.hub.pretrained import PretrainedWeights
 from pyops.mesh import ALONE, Mesh
 from pyops.parallel import ParallelPlan
-from pyops.parallel.keyed_dropout import key_dropout, set_keyed_dropout
+from pyops.parallel.dropout.keyed_dropout import key_dropout, set_keyed_dropout
 from pyops.tensor_parallel import whole_state_dict
 from pyops.zero import ZeroConfig
 

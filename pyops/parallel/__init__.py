@@ -14,7 +14,7 @@
 | losses.py | losses as (sum, count), divided once |
 | fused_head.py | the loss in the last layer of a language model, without whole logits |
 | batches.py | which rows of a step are whose |
-| keyed_dropout.py, keyed_stream.py | dropout whose masks are the same on every layout |
+| dropout | dropout whose masks are the same on every layout |
 | generation.py | tokens that follow a prompt |
 | weights.py | where a model's values come from, and how they go back |
 | stages | a model that was not written for a pipeline, cut between its blocks |

@@ -4,7 +4,7 @@ The order, which this file states alone:
 
     1  checks            on every rank, before anything is changed
     2  tensor parallel   layers are cut over "tp"          pyops.tensor_parallel.parallelize
-    3  keyed dropout     the same masks on every layout    keyed_dropout.py
+    3  keyed dropout     the same masks on every layout    dropout/
     4  recompute         modules that keep inputs alone    pyops.recompute.apply
     5  compile           block by block                    torch.compile
     6  pipeline          blocks of other ranks go          stages/
@@ -28,8 +28,8 @@ from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import check_same, on_first_rank, ranks_agree
 from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.parallel.batches import accepted_names
+from pyops.parallel.dropout.keyed_dropout import key_dropout
 from pyops.parallel.fused_head import FusedHead, head_name
-from pyops.parallel.keyed_dropout import key_dropout
 from pyops.parallel.losses import IGNORED, LabelLoss, loss_of
 from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
 from pyops.parallel.optimizer_groups import OptimizerGroups

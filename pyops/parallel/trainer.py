@@ -32,9 +32,9 @@ from pyops.parallel.batches import (
     model_arguments,
     share_of,
 )
+from pyops.parallel.dropout.keyed_dropout import set_keyed_dropout
 from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.generation import GenerationOptions, KeptKeys, generate_tokens
-from pyops.parallel.keyed_dropout import set_keyed_dropout
 from pyops.parallel.losses import CountedLoss
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.staged_model import StagedModel

@@ -17,8 +17,8 @@ from pyops import recompute
 from pyops.flat import Placement
 from pyops.mesh import ALONE
 from pyops.models import GPT, GPTConfig
-from pyops.parallel.keyed_dropout import KeyedDropout, key_dropout, set_keyed_dropout
-from pyops.parallel.keyed_stream import KeyedFunctions, KeyedStream
+from pyops.parallel.dropout.keyed_dropout import KeyedDropout, key_dropout, set_keyed_dropout
+from pyops.parallel.dropout.keyed_stream import KeyedFunctions, KeyedStream
 from pyops.random import dropout_mask, states_of, with_states
 from pyops.tensor_parallel import parallelize, set_dropout
 from tests.parallel.tiny_transformers import batch_for, make_model

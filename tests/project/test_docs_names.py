@@ -43,6 +43,7 @@ ELSEWHERE = {
     "ZeroRedundancyOptimizer",
     "bucket_cap_mb=25",
     "get_model_state_dict",
+    "add_adapter",
     "reshard_after_forward=False",
     # transformers, accelerate
     "GPT2LMHeadModel",

@@ -91,9 +91,9 @@ FLOORS = {
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
     ],
     "parallel": [
-        ["fused_head", "keyed_stream", "optimizer_groups", "plan", "weights"],
+        ["dropout", "fused_head", "optimizer_groups", "plan", "weights"],
         ["losses"],
-        ["batches", "keyed_dropout", "model_checks", "stages"],
+        ["batches", "model_checks", "stages"],
         ["generation"],
         ["trainer"],
         ["composition"],

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.mesh import ALONE
-from pyops.parallel.keyed_stream import ColumnsOpen, KeyedDropout, KeyedForward, KeyedStream
+from pyops.parallel.dropout.keyed_stream import ColumnsOpen, KeyedDropout, KeyedForward, KeyedStream
 from pyops.random import key_of
 from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RanksLike, RowParallelLinear
 

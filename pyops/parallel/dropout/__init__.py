@@ -1,0 +1,1 @@
+"""Dropout whose masks are the same on every layout of ranks."""
