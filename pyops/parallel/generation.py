@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pyops import random
+from pyops.parallel.losses import predicts_tokens
 from pyops.parallel.stages.model_stage import CachePerStage
 
-__all__ = ["GenerationOptions", "KeptKeys", "generate_tokens"]
+__all__ = ["GenerationOptions", "KeptKeys", "checked_prompt", "decoder_start", "generate_tokens"]
 
 Forward = Callable[[dict[str, Any]], Tensor]  # arguments of the model -> logits [rows, T, V]
 
@@ -73,6 +74,62 @@ class GenerationOptions:
             )
 
 
+def decoder_start(model: nn.Module) -> int | None:
+    """The token with which the text of a decoder begins that follows an encoder; None for a model
+    without an encoder.
+
+    Args:
+        model: Of transformers, or any.
+    """
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return None
+    found: int | None = getattr(config, "decoder_start_token_id", None)
+    return found
+
+
+def checked_prompt(prompt: Any, model: nn.Module) -> dict[str, Tensor]:
+    """The prompt by name.
+
+    Args:
+        prompt: As `Trainer.generate` takes it.
+        model: Which is to continue it.
+
+    Raises:
+        ValueError: It can't be continued.
+    """
+    given = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
+    if unknown := set(given) - {"input_ids", "attention_mask"}:
+        raise ValueError(
+            f"generate: the prompt has {sorted(unknown)[0]!r}; give input_ids, and attention_mask "
+            "where rows are padded"
+        )
+    tokens = given.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+        shape = list(tokens.shape) if isinstance(tokens, Tensor) else tokens
+        raise ValueError(f"generate: the prompt is {shape}; give tokens [rows, T], T >= 1")
+    if not predicts_tokens(model):
+        raise ValueError(
+            f"generate: {type(model).__name__} does not predict the token that follows; causal "
+            "language models do, and models of an encoder and a decoder for conditional generation"
+        )
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if encodes and decoder_start(model) is None:
+        raise ValueError(
+            f"generate: the config of {type(model).__name__} has no decoder_start_token_id; set it "
+            "to the token with which its texts begin"
+        )
+    mask = given.get("attention_mask")
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(
+            f"generate: attention_mask is {list(mask.shape)}, but input_ids {list(tokens.shape)}; "
+            "give both the same shape"
+        )
+    if mask is not None and not encodes and not bool((mask[:, -1] == 1).all()):
+        raise ValueError("generate: attention_mask must end with 1 in each row: pad on the left")
+    return given
+
+
 class KeptKeys(CachePerStage):
     """Keys and values of the tokens so far, of the blocks of this rank.
 
@@ -119,6 +176,7 @@ def generate_tokens(
     *,
     kept: KeptKeys | None,
     first_row: int = 0,
+    start: int | None = None,
 ) -> Tensor:
     """The prompt with the tokens that follow it.
 
@@ -129,15 +187,22 @@ def generate_tokens(
         kept: Of a model that keeps keys and values; None: every token is computed from the whole
             text before it.
         first_row: The number of the first row, by which draws are keyed.
+        start: Of a model of an encoder, which reads the prompt, and a decoder: the token
+            with which the decoder's text begins.
 
     Returns:
-        [rows, T + n], n <= max_new_tokens.
+        [rows, T + n], n <= max_new_tokens; of an encoder and a decoder the decoder's text
+        [rows, 1 + n].
     """
     tokens, mask = prompt["input_ids"], prompt.get("attention_mask")
+    if start is not None:
+        tokens, mask = torch.full_like(tokens[:, :1], start), None
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     shown = tokens
     for number in range(options.max_new_tokens):
         arguments: dict[str, Any] = {"input_ids": shown}
+        if start is not None:
+            arguments = {**prompt, "decoder_input_ids": tokens, "use_cache": False}
         if mask is not None:
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
             arguments |= {"attention_mask": mask, "position_ids": positions[:, -shown.shape[1] :]}

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from pyops.parallel.fused_head import SummedLoss
 
-__all__ = ["IGNORED", "Batch", "CountedLoss", "LabelLoss", "PairLoss", "loss_of"]
+__all__ = ["IGNORED", "Batch", "CountedLoss", "LabelLoss", "PairLoss", "loss_of", "predicts_tokens"]
 
 IGNORED = -100  # a label that does not count, as in transformers and torch
 Batch = Mapping[str, Any]
@@ -157,6 +157,17 @@ def loss_of(model: nn.Module, given: Any) -> CountedLoss:
             "and batch -> by how many terms it is divided; or None for the cross entropy of labels"
         )
     return PairLoss(*given)
+
+
+def predicts_tokens(model: nn.Module) -> bool:
+    """Whether a text can be generated with the model: it is causal, or a decoder for conditional
+    generation follows an encoder.
+
+    Args:
+        model: Of transformers, or any.
+    """
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return _is_causal(model) or any(name.endswith("ForConditionalGeneration") for name in names)
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -34,7 +34,13 @@ from pyops.parallel.batches import (
 )
 from pyops.parallel.dropout.keyed_dropout import set_keyed_dropout
 from pyops.parallel.fused_head import LABELS, FusedHead
-from pyops.parallel.generation import GenerationOptions, KeptKeys, generate_tokens
+from pyops.parallel.generation import (
+    GenerationOptions,
+    KeptKeys,
+    checked_prompt,
+    decoder_start,
+    generate_tokens,
+)
 from pyops.parallel.losses import CountedLoss
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.staged_model import StagedModel
@@ -320,35 +326,40 @@ class Trainer:
 
     @torch.no_grad()
     def generate(self, prompt: Mapping[str, Tensor] | Tensor, **options: Any) -> Tensor:
-        """Continue texts with a causal language model. A collective: the ranks of one copy of the
-        model give the same prompt. Each layout gives the same tokens.
+        """Continue texts with a causal language model, or answer them with one of an encoder and a
+        decoder. A collective: the ranks of one copy of the model give the same prompt. Each layout
+        gives the same tokens.
 
         Args:
             prompt: Tokens [rows, T]; or {"input_ids": ..., "attention_mask": ...}, where shorter
-                rows are padded on the left.
+                rows are padded on the left (for an encoder anywhere).
             options: Fields of `GenerationOptions`: max_new_tokens=20, temperature=0.0, top_k=0,
                 seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
 
         Returns:
-            The tokens [rows, T + n], prompt included, on every rank.
+            The tokens on every rank: [rows, T + n], prompt included; of an encoder and a decoder
+            the decoder's alone, [rows, 1 + n], which begin with its first token.
 
         Raises:
             ValueError, TypeError: On every rank, for a prompt or options that make no sense, or a
                 model that does not predict the next token.
         """
         with ranks_agree():
-            given = _checked_prompt(prompt, self.model, self.parts.loss)
+            given = checked_prompt(prompt, self.model)
             chosen = GenerationOptions(**options)
             chosen.validate()
+        start = decoder_start(self.model)
         keeps = "past_key_values" in self._accepted and hasattr(self.model, "config")
         staged = self.parts.staged
         stages = None if staged is None else staged.own_blocks
         num_blocks = 0 if staged is None else len(staged.names)
-        kept = KeptKeys(self.model, stages, num_blocks) if keeps else None
+        kept = KeptKeys(self.model, stages, num_blocks) if keeps and start is None else None
         rows = gather(len(given["input_ids"]), group=self._dp)
         first_row = sum(rows[: self.mesh.rank("dp")])
         with self._evaluating(), self.optimizer.whole_parameters():
-            return generate_tokens(self._logits, given, chosen, kept=kept, first_row=first_row)
+            return generate_tokens(
+                self._logits, given, chosen, kept=kept, first_row=first_row, start=start
+            )
 
     def _logits(self, arguments: dict[str, Any]) -> Tensor:
         if self.parts.staged is not None:
@@ -468,36 +479,6 @@ class Trainer:
         """
         found = stored_weights(self.model, folder, key=key, mesh=self.mesh)
         self.optimizer.load_model_state_dict(found)
-
-
-def _checked_prompt(prompt: Any, model: nn.Module, loss: CountedLoss) -> dict[str, Tensor]:
-    """The prompt by name.
-
-    Raises:
-        ValueError, TypeError: It can't be continued.
-    """
-    given = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
-    if unknown := set(given) - {"input_ids", "attention_mask"}:
-        raise ValueError(
-            f"generate: the prompt has {sorted(unknown)[0]!r}; give input_ids, and attention_mask "
-            "where rows are padded"
-        )
-    tokens = given.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
-        shape = list(tokens.shape) if isinstance(tokens, Tensor) else tokens
-        raise ValueError(f"generate: the prompt is {shape}; give tokens [rows, T], T >= 1")
-    if not getattr(loss, "shifts", False):
-        raise ValueError(
-            f"generate: {type(model).__name__} does not predict the token that follows; only "
-            "causal language models do"
-        )
-    mask = given.get("attention_mask")
-    if mask is not None and (mask.shape != tokens.shape or not bool((mask[:, -1] == 1).all())):
-        raise ValueError(
-            "generate: attention_mask must have the shape of input_ids, and end with 1 in each "
-            "row: pad on the left"
-        )
-    return given
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int:

@@ -64,7 +64,7 @@ def test_evaluation_has_the_loss_of_one_process(plan, sizes, world):
     expected = evaluated(0, None, ParallelPlan(), {0: [11]})
     for found in world(2).run(evaluated, PLANS[plan], sizes):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-5)
-    assert abs(expected[0] - expected[2]) > 1e-3
+    assert abs(expected[0] - expected[2]) > 5e-5, "the step did nothing"
 
 
 def uneven(rank: int, group: object, plan: ParallelPlan, split: int) -> list[float]:

@@ -164,3 +164,24 @@ def test_refusals():
     with pytest.raises(ValueError, match="BertForMaskedLM"):
         trainer_of("bert", ParallelPlan()).generate(prompt())
     assert trainer_module.GenerationOptions().max_new_tokens == 20
+
+
+def answered(rank: int, group: object, plan: ParallelPlan) -> list[Tensor]:
+    trainer = trainer_of("t5", plan)
+    given = {"input_ids": prompt(), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    given["attention_mask"][1, 4:] = 0
+    return [
+        trainer.generate(given, max_new_tokens=NEW),
+        trainer.generate(given, max_new_tokens=NEW, **SAMPLED),
+    ]
+
+
+def test_an_encoder_and_a_decoder_answer_as_in_transformers_on_every_layout(world):
+    plain, sampled = answered(0, None, ParallelPlan())
+    mask = torch.ones(3, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    expected = reference("t5", {"input_ids": prompt(), "attention_mask": mask})
+    assert torch.equal(plain, expected)
+    assert not torch.equal(sampled, plain)
+    for found in world(2).run(answered, PLANS["pp"]):
+        assert all(map(torch.equal, found, (plain, sampled)))

@@ -98,7 +98,8 @@ def make_model(name: str, *, seed: int = 0, **config: Any) -> nn.Module:
 
 
 def batch_for(name: str, *, rows: int, seed: int = 0) -> dict[str, Tensor]:
-    """Rows for the model, of random tokens, with labels of which some do not count."""
+    """Rows for the model, of random tokens, the second of them shorter than the others, with labels
+    of which some do not count."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(high: int = VOCAB) -> Tensor:
@@ -108,10 +109,14 @@ def batch_for(name: str, *, rows: int, seed: int = 0) -> dict[str, Tensor]:
         pixels = torch.randn(rows, 3, 16, 16, generator=generator)
         return {"pixel_values": pixels, "labels": torch.arange(rows) % 2}
     ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1:2, 6:] = 0
     if name == "bert classifier":
-        return {"input_ids": ids, "labels": torch.arange(rows) % 2}
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(rows) % 2}
     labels = tokens()
     if name not in ("bert", "roberta", "t5", "bart"):
         labels = ids.clone()
     labels[torch.rand(rows, TOKENS, generator=generator) < 0.2] = -100
-    return {"input_ids": ids, "labels": labels}
+    if name not in ("t5", "bart"):
+        labels[mask == 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -13,7 +13,7 @@ tables) is done on every stage, and nothing has to be known of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,7 @@ def cut_into_stages(
         for name, module in modules.items()
         if hasattr(module, "set_dropout_state") and not f"{name}.".startswith(blocks)
     }
-    replace_foreign(model, own_names, shapes, device)
+    replace_foreign(model, own_names, shapes, device, blocks=[name for name, _ in layout.blocks()])
     stage_range = StageRange()
     for index, (name, record) in enumerate(layout.blocks()):
         BlockGate(model.get_submodule(name), index, record, stage_range)
@@ -177,15 +177,24 @@ def cut_into_stages(
 
 
 def replace_foreign(
-    model: nn.Module, own: set[str], shapes: nn.Module, device: torch.device
+    model: nn.Module,
+    own: set[str],
+    shapes: nn.Module,
+    device: torch.device,
+    *,
+    blocks: Collection[str] = (),
 ) -> None:
     """Put a placeholder in the place of each module with parameters that this rank does not need.
+
+    What is around blocks, such as a whole encoder, stays: its code makes masks of the values that
+    it is given, which a placeholder does not have.
 
     Args:
         model: Changed in place.
         own: The names of the modules that this rank needs.
         shapes: The `meta_copy` of the model.
         device: Of the placeholders' zeros.
+        blocks: The names of the blocks of all stages.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     kept = {id(p) for name in own for p in modules[name].parameters()}
@@ -200,7 +209,10 @@ def replace_foreign(
             name = f"{prefix}.{key}" if prefix else key
             if child is None or name in own or next(child.parameters(), None) is None:
                 continue
-            if any(each.startswith(f"{name}.") for each in needed):
+            around = next(child.parameters(recurse=False), None) is None and any(
+                each.startswith(f"{name}.") for each in blocks
+            )
+            if around or any(each.startswith(f"{name}.") for each in needed):
                 waiting.append((name, child))
                 continue
             tied = {k: first[f"{name}.{k}"] for k in child._parameters if f"{name}.{k}" in first}
