@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from pyops import checkpoint
 from pyops.comm.agreement import gather, ranks_agree
-from pyops.hub.pretrained import export_dcp, stored_weights
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike
 from pyops.parallel.batches import (
     BatchShare,
@@ -461,6 +460,8 @@ class Trainer:
         Args:
             folder: Where; an older such folder there is replaced when the new one is whole.
         """
+        from pyops.hub.pretrained.torch_checkpoints import export_dcp  # torch's take long to import
+
         with self.optimizer.whole_parameters():
             export_dcp(self.model, folder, mesh=self.mesh)
 
@@ -477,6 +478,8 @@ class Trainer:
             CheckpointError, HubError: On every rank, for a folder that can't be read, or of another
                 model.
         """
+        from pyops.hub.pretrained.torch_checkpoints import stored_weights
+
         found = stored_weights(self.model, folder, key=key, mesh=self.mesh)
         self.optimizer.load_model_state_dict(found)
 

@@ -105,10 +105,14 @@ def test_what_is_no_folder_of_this_model_is_refused(tmp_path, monkeypatch):
     ):
         with pytest.raises((CheckpointError, ValueError), match=said):
             trainer.import_dcp(folder, key=key)
-    trainer.export_dcp("whole")
-    next(Path("whole").glob("*.distcp")).write_bytes(b"torn")
+    make("gpt2", ParallelPlan(), seed=5).export_dcp("torn")
+    stored = dcp.FileSystemReader("torn").read_metadata().storage_data
+    (late,) = (at for index, at in stored.items() if index.fqn == "model.transformer.wpe.weight")
+    with open(Path("torn", late.relative_path), "r+b") as file:  # the tensors before it are whole
+        file.seek(late.offset)
+        file.write(b"torn")
     with pytest.raises(CheckpointError, match="can't be read"):
-        trainer.import_dcp("whole")
+        trainer.import_dcp("torn")
     Path("mine").mkdir()
     Path("mine/notes").touch()
     with pytest.raises(ValueError, match="holds notes"):

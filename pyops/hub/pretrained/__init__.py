@@ -22,7 +22,6 @@ part by part, and written back, where each rank has its own part only.
 from pyops.hub.pretrained.adapters import Adapters
 from pyops.hub.pretrained.models_without_memory import empty_like_config, empty_model
 from pyops.hub.pretrained.saving import save_pretrained
-from pyops.hub.pretrained.torch_checkpoints import export_dcp, stored_weights
 from pyops.hub.pretrained.weights import PretrainedWeights, WeightReport
 
 __all__ = [
@@ -31,7 +30,5 @@ __all__ = [
     "WeightReport",
     "empty_like_config",
     "empty_model",
-    "export_dcp",
     "save_pretrained",
-    "stored_weights",
 ]
