@@ -55,7 +55,7 @@ __all__ = [
     "programs_of",
 ]
 
-TIMEOUT = 60.0  # seconds that a program may take
+TIMEOUT = 30.0  # seconds that a program may take for each of its ranks: they share the cores
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
     r"^    (?:python|torchrun --standalone --nproc-per-node (\d+)) (\w+\.py)$", re.MULTILINE
@@ -253,8 +253,9 @@ class Ranks:
         for rank, pipe in enumerate(used):
             alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
             pipe.send((str(path), alone if program.ranks else {}))
+        limit = TIMEOUT * max(2, program.ranks)
         return [
-            pipe.recv() if pipe.poll(TIMEOUT) else ("", f"it did not end within {TIMEOUT:g} s")
+            pipe.recv() if pipe.poll(limit) else ("", f"it did not end within {limit:g} s")
             for pipe in used
         ]
 
