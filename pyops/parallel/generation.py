@@ -23,8 +23,17 @@ from pyops import random
 from pyops.parallel.losses import predicts_tokens
 from pyops.parallel.stages.model_stage import CachePerStage
 
-__all__ = ["GenerationOptions", "KeptKeys", "checked_prompt", "decoder_start", "generate_tokens"]
+__all__ = [
+    "CACHE_NAMES",
+    "GenerationOptions",
+    "KeptKeys",
+    "checked_prompt",
+    "decoder_start",
+    "generate_tokens",
+]
 
+# By which a forward of transformers takes the keys and values so far; "cache" since 5.24.
+CACHE_NAMES = ("past_key_values", "cache")
 Forward = Callable[[dict[str, Any]], Tensor]  # arguments of the model -> logits [rows, T, V]
 
 
@@ -134,15 +143,21 @@ class KeptKeys(CachePerStage):
     """Keys and values of the tokens so far, of the blocks of this rank.
 
     Args:
-        model: Of transformers; its forward takes past_key_values.
+        model: Of transformers.
+        argument: The name by which its forward takes a cache, one of CACHE_NAMES.
         stages: (first block, block behind the last one) of each stage of this rank; None: this rank
             has all blocks.
         num_blocks: Of the whole model.
     """
 
     def __init__(
-        self, model: nn.Module, stages: Sequence[tuple[int, int]] | None, num_blocks: int
+        self,
+        model: nn.Module,
+        argument: str,
+        stages: Sequence[tuple[int, int]] | None,
+        num_blocks: int,
     ) -> None:
+        self._argument = argument
         make = importlib.import_module("transformers").DynamicCache
         self._whole = stages is None
         self._num_blocks = num_blocks
@@ -157,7 +172,7 @@ class KeptKeys(CachePerStage):
 
     def arguments(self) -> dict[str, Any]:
         """What the model is called with beside the new tokens."""
-        return {"past_key_values": self.of_stage(0) if self._whole else self, "use_cache": True}
+        return {self._argument: self.of_stage(0) if self._whole else self, "use_cache": True}
 
     def advance(self, num_tokens: int) -> None:
         """After a forward of so many tokens. A model asks the first layer of its cache how many

@@ -34,6 +34,7 @@ from pyops.parallel.batches import (
 from pyops.parallel.dropout.keyed_dropout import set_keyed_dropout
 from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.generation import (
+    CACHE_NAMES,
     GenerationOptions,
     KeptKeys,
     checked_prompt,
@@ -348,11 +349,13 @@ class Trainer:
             chosen = GenerationOptions(**options)
             chosen.validate()
         start = decoder_start(self.model)
-        keeps = "past_key_values" in self._accepted and hasattr(self.model, "config")
+        takes = [name for name in CACHE_NAMES if name in self._accepted]
         staged = self.parts.staged
         stages = None if staged is None else staged.own_blocks
         num_blocks = 0 if staged is None else len(staged.names)
-        kept = KeptKeys(self.model, stages, num_blocks) if keeps and start is None else None
+        kept = None
+        if takes and start is None and hasattr(self.model, "config"):
+            kept = KeptKeys(self.model, takes[0], stages, num_blocks)
         rows = gather(len(given["input_ids"]), group=self._dp)
         first_row = sum(rows[: self.mesh.rank("dp")])
         with self._evaluating(), self.optimizer.whole_parameters():

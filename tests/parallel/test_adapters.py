@@ -148,10 +148,12 @@ def test_what_cannot_be_cut_is_refused(options, said: str):
     assert said in str(error.value)
 
 
-def test_adapters_that_no_folder_could_hold_are_refused(tmp_path):
+def test_adapters_that_no_folder_could_hold_are_refused(tmp_path, monkeypatch):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     prompts = peft.get_peft_model(make_model("llama"), config)
     added = make_model("llama")
+    # transformers 5.24 asks for a PEFT that is not released
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     added.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     for model, said in ((prompts, "LoraConfig"), (added, "give peft.get_peft_model")):
         with pytest.raises(ValueError, match=said):

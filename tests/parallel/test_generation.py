@@ -12,6 +12,7 @@ from torch import Tensor
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, PipelineOptions, Trainer, parallelize
 from pyops.parallel import trainer as trainer_module
+from pyops.parallel.generation import CACHE_NAMES
 from pyops.zero import ZeroConfig
 from tests.parallel.tiny_transformers import VOCAB, make_model
 
@@ -144,7 +145,7 @@ def test_kept_keys_are_used(monkeypatch):
     monkeypatch.setattr(trainer, "_logits", noting)
     kept = trainer.generate(prompt(), max_new_tokens=4)
     assert shown == [6, 1, 1, 1]
-    monkeypatch.setattr(trainer, "_accepted", trainer._accepted - {"past_key_values"})
+    monkeypatch.setattr(trainer, "_accepted", trainer._accepted - {*CACHE_NAMES})
     assert torch.equal(trainer.generate(prompt(), max_new_tokens=4), kept)
     assert shown[4:] == [6, 7, 8, 9]
 
