@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import nn
 
-from pyops.comm.agreement import gather
-from pyops.mesh import ProcessGroupLike, resolve
+from pyops.comm.agreement import agree, gather_numbers
+from pyops.mesh import Mesh
 from pyops.parallel.losses import CountedLoss
 from pyops.pipeline.runtime.microbatch import num_rows, split_batch
 
@@ -57,48 +57,63 @@ class BatchShare:
 
 
 def share_of(
-    batch: Mapping[str, Any] | None, loss: CountedLoss, group: ProcessGroupLike
+    batch: Any,
+    given: bool,
+    loss: CountedLoss,
+    mesh: Mesh,
+    *,
+    accepted: Iterable[str],
+    device: torch.device,
 ) -> BatchShare | None:
-    """What each copy has of the global batch. A collective of the data-parallel ranks.
+    """What each copy has of the global batch. A collective of all ranks, one small message.
 
     Args:
-        batch: This rank's rows; None where this copy has none left.
+        batch: This rank's rows, as the caller gave them.
+        given: Whether there are any; False where this copy has none left.
         loss: Counts their terms.
-        group: The data-parallel ranks.
+        mesh: The ranks.
+        accepted: The names of the arguments of the model's forward.
+        device: Of the message.
 
     Returns:
         A BatchShare; None where no copy has a batch.
 
     Raises:
-        ValueError: On every rank, for a batch that some rank can't use.
+        ValueError, TypeError: On every rank, for a batch that some rank can't use.
     """
     problem: Exception | None = None
     rows, count = 0, 0.0
-    if batch is not None:
+    if given:
         try:
+            check_batch(batch, accepted)
             rows = num_rows(dict(batch)) or 0
             count = loss.count(batch) if rows else 0.0
         except Exception as error:  # of the caller's own loss too: every rank must hear of it
             problem = error
-    own = (batch is not None, rows, count, problem and f"{problem}")
-    everyone = gather(own, group=group)
-    for rank, (_, _, _, said) in enumerate(everyone):
-        if said is not None:
+    place = [mesh.rank("dp"), mesh.rank("tp"), mesh.rank("pp")]
+    own = [problem is None, given, rows, count, *place]
+    everyone = gather_numbers([float(value) for value in own], device=device)
+    if bad := [rank for rank, (ok, *_) in enumerate(everyone) if not ok]:
+        try:
+            agree(problem)
+        except Exception as error:
             if problem is not None:
-                raise problem
-            raise ValueError(f"on data-parallel rank {rank}: {said}")
-    if not any(has for has, *_ in everyone):
+                raise
+            raise type(error)(f"on rank {bad[0]}: {error}") from None
+    mine = [float(each) for each in place[1:]]
+    copies = sorted(
+        (dp, has, number, terms) for _, has, number, terms, dp, *rest in everyone if rest == mine
+    )
+    if not any(has for _, has, *_ in copies):
         return None
-    ranks = resolve(group, "Trainer")
-    mine = 0 if ranks is None else dist.get_rank(ranks)
-    sizes = [rows for _, rows, _, _ in everyone]
+    sizes = [int(number) for _, _, number, _ in copies]
     return BatchShare(
-        first_row=sum(sizes[:mine]),
+        first_row=sum(sizes[: place[0]]),
         rows=rows,
         all_rows=sum(sizes),
         fewest_rows=min(sizes),
         most_rows=max(sizes),
-        count=sum(count for _, _, count, _ in everyone),
+        count=sum(terms for *_, terms in copies),
     )
 
 

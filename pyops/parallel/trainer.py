@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from pyops import checkpoint
-from pyops.comm.agreement import gather, ranks_agree
+from pyops.comm.agreement import gather, gather_numbers, ranks_agree
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike
 from pyops.parallel.batches import (
     BatchShare,
     accepted_names,
-    check_batch,
     microbatches,
     model_arguments,
     share_of,
@@ -122,6 +121,10 @@ class Trainer:
         return self.parts.mesh
 
     @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
     def _dp(self) -> ProcessGroupLike:
         return self.mesh.group("dp") or ALONE
 
@@ -159,12 +162,19 @@ class Trainer:
     def _shared(self, batch: Any) -> tuple[BatchShare, dict[str, Any]]:
         """What this rank has of the global batch, and its rows, padded where the pipeline, or a
         copy without rows, needs more."""
-        with ranks_agree():
-            check_batch(batch, self._accepted)
-        batch = self._with_decoder_inputs(dict(batch))
-        share = share_of(batch, self.parts.loss, self._dp)
+        share = self._share(batch, given=True)
         assert share is not None
-        return share, self._padded(batch, share)
+        return share, self._padded(self._with_decoder_inputs(dict(batch)), share)
+
+    def _share(self, batch: Any, *, given: bool) -> BatchShare | None:
+        return share_of(
+            batch,
+            given,
+            self.parts.loss,
+            self.mesh,
+            accepted=self._accepted,
+            device=self._device,
+        )
 
     def _padded(self, batch: dict[str, Any], share: BatchShare) -> dict[str, Any]:
         """The rows, and further ones where a copy needs them. All copies look at the one that has
@@ -241,7 +251,8 @@ class Trainer:
 
     def _over_copies(self, total: float) -> float:
         """The sum over the copies of the model, in their order."""
-        return math.fsum(gather(total, group=self._dp))
+        everyone = gather_numbers([total], device=self._device, group=self._dp)
+        return math.fsum(each for (each,) in everyone)
 
     def _update(self, finite: bool) -> None:
         optimizer = self.optimizer
@@ -286,14 +297,11 @@ class Trainer:
         iterator, previous = iter(batches), None
         while True:
             batch = next(iterator, None)
-            with ranks_agree():
-                if batch is not None:
-                    check_batch(batch, self._accepted)
-            if batch is not None:
-                previous = batch = self._with_decoder_inputs(dict(batch))
-            share = share_of(batch, self.parts.loss, self._dp)
+            share = self._share(batch, given=batch is not None)
             if share is None:
                 return
+            if batch is not None:
+                previous = batch = self._with_decoder_inputs(dict(batch))
             if batch is None:
                 if previous is None:
                     raise ValueError("this copy of the model has no batch at all to evaluate")

@@ -34,7 +34,7 @@ def as_toml(config: Config) -> str:
     lines = [f'name = "{config.name}"']
     for each in dataclasses.fields(config):
         section = getattr(config, each.name)
-        if dataclasses.is_dataclass(section):
+        if dataclasses.is_dataclass(section) and each.metadata.get("toml", True):
             lines.append(f"[{each.name}]")
             lines += [
                 f"{option.name} = {_value(getattr(section, option.name))}"
