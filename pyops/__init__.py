@@ -26,6 +26,7 @@ __all__ = ["__version__", "has_kernel"]
 _ROOMS = frozenset(
     [
         "ops",
+        "host_heap",
         "host_memory",
         "failure",
         "mesh",

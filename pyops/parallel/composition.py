@@ -26,6 +26,7 @@ from torch import nn
 
 from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import check_same, on_first_rank, ranks_agree
+from pyops.host_heap import trim
 from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.parallel.batches import accepted_names
 from pyops.parallel.dropout.keyed_dropout import key_dropout
@@ -136,6 +137,7 @@ def parallelize(
     except BaseException:
         before.restore()
         raise
+    trim()  # of what the checks of the cut have freed: several times the model, in small pieces
     parts = TrainerParts(
         model=source.model,
         optimizer=zero,

@@ -38,9 +38,9 @@ from pyops.elastic import (
     plot_elastic,
     rows_besides,
 )
+from pyops.host_heap import trim_after
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
-from pyops.train.host.heap import trim_after
 from pyops.train.host.ranks import StopRequest
 from pyops.train.initial_weights import FirstValues, weights_of
 from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint

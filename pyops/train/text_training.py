@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import naming_lost_ranks
 from pyops.config import Config, ConfigError
+from pyops.host_heap import trim_after
 from pyops.models import sample
 from pyops.precision import PRECISIONS
-from pyops.train.host.heap import trim_after
 from pyops.train.host.ranks import StopRequest
 from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_memory

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "pyops"
 LAYERS = [
     ["protocols", "renamed", "torch_private"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
-    ["ops", "failure", "host_memory"],
+    ["ops", "failure", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision"],
     # Strategies, which never import each other.

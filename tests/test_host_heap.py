@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pyops.train.host import heap
-from pyops.train.host.heap import trim, trim_after
+from pyops import host_heap as heap
+from pyops.host_heap import trim, trim_after
 
 pytestmark = pytest.mark.cpu_only
 
