@@ -65,9 +65,6 @@ def check_folder(config: RunSections) -> None:
     if parallel.pp > 1:
         why = f"has parallel.pp {parallel.pp}, whose stages have no count of the tokens"
         rules.append(("parallel.sequence_parallel", parallel.sequence_parallel, False, why))
-        stage, why = config.zero.stage, f"has parallel.pp {parallel.pp}, for each part of a batch"
-        why = f"{why} of which parameters would be gathered anew"
-        rules.append(("zero.stage", stage, min(stage, 2), why))
     for key, value, taken, why in rules:
         if value != taken:
             raise ConfigError(

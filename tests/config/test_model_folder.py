@@ -103,7 +103,6 @@ def test_a_batch_is_cut_as_train_says(tmp_path):
             "[parallel]\ntp = 2\npp = 2\nsequence_parallel = true",
             r"sequence_parallel is true, but .* has parallel.pp 2, .*; set it to false",
         ),
-        ("[parallel]\npp = 2\n[zero]\nstage = 3", r"zero.stage is 3, but .*; set it to 2"),
     ],
 )
 def test_what_does_not_go_with_a_folder_is_refused(tmp_path, text, said):
