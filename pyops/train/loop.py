@@ -39,6 +39,7 @@ __all__ = [
     "Training",
     "TrainingLoop",
     "check_same_options",
+    "is_due",
     "refuse_folder_checkpoint",
 ]
 
@@ -122,6 +123,11 @@ class Training(ABC):
         Returns:
             How the run ended, and lines for the display.
         """
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something happens after this step that happens `every` steps; 0 is never."""
+    return every > 0 and step % every == 0
 
 
 def check_same_options(

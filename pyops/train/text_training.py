@@ -26,7 +26,14 @@ from pyops.host_heap import trim_after
 from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.host.ranks import StopRequest
-from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint
+from pyops.train.loop import (
+    Row,
+    StepResult,
+    Training,
+    check_same_options,
+    is_due,
+    refuse_folder_checkpoint,
+)
 from pyops.train.report.display import describe_memory
 from pyops.train.report.metrics import StepMemory, peak_memory_gib, plot_losses
 from pyops.train.report.outcome import Outcome
@@ -114,15 +121,15 @@ class TextTraining(Training):
             else:
                 row, stop = self.train_step(stop=bool(request.number))
             last = self.is_over
-            if last or _is_due(self.step, options.validate_every):
+            if last or is_due(self.step, options.validate_every):
                 row["validation_loss"] = self.validate()
             yield StepResult(
                 row,
                 note,
                 tensorboard=last
                 or "validation_loss" in row
-                or _is_due(self.step, options.log_every),
-                save=stop or last or _is_due(self.step, options.checkpoint_every),
+                or is_due(self.step, options.log_every),
+                save=stop or last or is_due(self.step, options.checkpoint_every),
                 stop=stop and not last,
             )
 
@@ -340,11 +347,6 @@ class TextTraining(Training):
                 seed=self.config.train.seed,
             )
         return self.data.decode(tokens)
-
-
-def _is_due(step: int, every: int) -> bool:
-    """Whether something happens after this step that happens `every` steps; 0 is never."""
-    return every > 0 and step % every == 0
 
 
 def _sum_over_ranks(totals: Tensor) -> Tensor:

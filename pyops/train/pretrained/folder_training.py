@@ -22,7 +22,7 @@ from pyops.comm.agreement import gather
 from pyops.config import Config, ConfigError, plan_for_folder
 from pyops.parallel import OptimizerGroups, no_decay_for_vectors
 from pyops.train.host.ranks import StopRequest
-from pyops.train.loop import Row, StepResult, Training, check_same_options
+from pyops.train.loop import Row, StepResult, Training, check_same_options, is_due
 from pyops.train.pretrained.folder_data import FolderData
 from pyops.train.pretrained.folder_model import FolderModel
 from pyops.train.report.metrics import peak_memory_gib, plot_losses
@@ -81,14 +81,14 @@ class FolderTraining(Training):
         while not self.is_over:
             row, stop = self.train_step(stop=bool(request.number))
             last = self.is_over
-            if last or _is_due(self.step, options.validate_every):
+            if last or is_due(self.step, options.validate_every):
                 row["validation_loss"] = self.trainer.evaluate(self.data.validation())
             yield StepResult(
                 row,
                 tensorboard=last
                 or "validation_loss" in row
-                or _is_due(self.step, options.log_every),
-                save=stop or last or _is_due(self.step, options.checkpoint_every),
+                or is_due(self.step, options.log_every),
+                save=stop or last or is_due(self.step, options.checkpoint_every),
                 stop=stop and not last,
             )
 
@@ -209,8 +209,3 @@ class FolderTraining(Training):
             seed=self.config.train.seed,
         )
         return self.model.tokenizer.decode(tokens[0].tolist())
-
-
-def _is_due(step: int, every: int) -> bool:
-    """Whether something happens after this step that happens `every` steps; 0 is never."""
-    return every > 0 and step % every == 0
