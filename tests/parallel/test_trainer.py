@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
 from pyops.zero import ZeroConfig
+from pyops.zero.layout.sharded import ShardedParameters
 from tests.grids import cut
 from tests.parallel.tiny_transformers import batch_for, make_model
 
@@ -168,3 +170,23 @@ def test_losses_do_not_depend_on_the_layout(name, plan, world):
     assert max(abs(a - b) for a, b in zip(alone(name), plain(name), strict=True)) > 1e-3, (
         "dropout drops nothing"
     )
+
+
+def gathers_of_a_step(rank: int, group: object, once: bool) -> tuple[int, int]:
+    """How often parts of the model were gathered in a step, and how many parts there are."""
+    plan = ParallelPlan(pp=2, pipeline=PipelineOptions(gather_once=once), zero=ZeroConfig(stage=3))
+    trainer = parallelize(make_model("llama"), plan, optimizer=partial(AdamW, lr=LR))
+    gather, gathered = ShardedParameters.start_gather, []
+
+    def noting(self: ShardedParameters, *args: Any, **options: Any) -> Any:
+        gathered.append(self)
+        return gather(self, *args, **options)
+
+    with mock.patch.object(ShardedParameters, "start_gather", noting):
+        trainer.step(rows_for("llama", 0))
+    return len(gathered), len(set(gathered))
+
+
+def test_parameters_are_gathered_once_a_step_where_it_is_said(world):
+    assert all(times == parts for times, parts in world(4).run(gathers_of_a_step, True))
+    assert all(times > 2 * parts for times, parts in world(4).run(gathers_of_a_step, False))
