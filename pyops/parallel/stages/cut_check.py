@@ -56,7 +56,7 @@ def check_cut(
     """Compare.
 
     Args:
-        small: A small copy of the model.
+        small: A small copy of the model, whose parameters are left with gradients.
         layout: Of the copy.
         args: Positional arguments of its forward.
         kwargs: Its named arguments.
@@ -64,12 +64,15 @@ def check_cut(
     Raises:
         ValueError: An output or a gradient differs, or the stages can't be run, with the reason.
     """
-    uncut, cut = copy.deepcopy(small), copy.deepcopy(small)
-    for model in (uncut, cut):
-        model.requires_grad_(True)
-        model.zero_grad()
-    expected = _measured(uncut(*args, **kwargs))
-    expected.backward()
+    # Of its own modules and buffers, which a forward may change, but with the same parameters.
+    cut = copy.deepcopy(small, {id(p): p for p in small.parameters()})
+    small.requires_grad_(True)
+    small.zero_grad()
+    measured = _measured(small(*args, **kwargs))
+    measured.backward()
+    expected = measured.detach()
+    gradients = {name: p.grad for name, p in small.named_parameters()}
+    small.zero_grad()
     num_blocks = layout.num_blocks
     stages = cut_into_stages(
         cut,
@@ -88,11 +91,10 @@ def check_cut(
             f"({found.item():.6g} instead of {expected.item():.6g} in the check)"
         )
     backward_in_turn(found, crossings)
-    gradients = dict(cut.named_parameters())
-    for name, p in uncut.named_parameters():
-        other = gradients[name].grad
-        if (p.grad is None) != (other is None) or not (
-            p.grad is None or other is None or torch.equal(p.grad, other)
+    for name, p in small.named_parameters():
+        one, other = gradients[name], p.grad
+        if (one is None) != (other is None) or not (
+            one is None or other is None or torch.equal(one, other)
         ):
             raise ValueError(
                 f"in {num_blocks} stages the gradient of {name} is not that of the uncut model"

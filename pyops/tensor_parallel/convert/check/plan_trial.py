@@ -42,7 +42,7 @@ class _Run:
     """What came of a forward and a backward."""
 
     outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # in float32: the check's bounds are wider than its rounding
     within: dict[str, Tensor] = field(default_factory=dict)  # the first output of each module
 
 
@@ -85,7 +85,9 @@ def try_plan(
                     reasons.append(f"{type(error).__name__}: {error}")
                     whole.zero_grad()
                     continue
-                return _compare(name, whole, cut, size, _cast(inputs, dtype), reference, dtype)
+                twins = [_twin(whole) for _ in range(size)]
+                del whole, uncut  # what is cut goes as soon as the last twin is cut
+                return _compare(name, twins, cut, _cast(inputs, dtype), reference, dtype)
     raise ValueError(
         f"the plan is checked by running {name} before it is cut, and that failed: "
         f"{_short(reasons[0])}; pass other "
@@ -163,6 +165,12 @@ def _run(
         if name
     ]
     model.requires_grad_(True)
+    gradients: dict[str, Tensor] = {}
+    handles += [
+        p.register_post_accumulate_grad_hook(_narrow(name, gradients))
+        for name, p, partial in _with_partial(model)
+        if not partial
+    ]
     try:
         if dtype == torch.float64:
             with _Wide():
@@ -175,8 +183,27 @@ def _run(
         for handle in handles:
             handle.remove()
     finish()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _narrow(name, gradients)(p)
     return _Run({name: each.detach() for name, each in outputs.items()}, gradients, within)
+
+
+def _with_partial(model: nn.Module) -> list[tuple[str, nn.Parameter, bool]]:
+    """(name, parameter, whether its gradient is a part, which is summed after backward)."""
+    partial = {name: place is not None and place.partial for name, _, place in placed(model)}
+    return [(name, p, partial[name]) for name, p in model.named_parameters()]
+
+
+def _narrow(name: str, gradients: dict[str, Tensor]) -> Callable[[Tensor], None]:
+    """Keeps a gradient with half its bytes, for as many as a model has are there at a time."""
+
+    def hook(p: Tensor) -> None:
+        assert p.grad is not None
+        found, p.grad = p.grad.float(), None
+        gradients[name] = gradients[name] + found if name in gradients else found
+
+    return hook
 
 
 def _keep(name: str, within: dict[str, Tensor]) -> Callable[..., None]:
@@ -219,20 +246,24 @@ def _named_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
 
 def _compare(
     name: str,
-    whole: nn.Module,
+    twins: list[nn.Module],
     cut: CutFunction,
-    size: int,
     inputs: Inputs,
     reference: _Run,
     dtype: torch.dtype,
 ) -> str:
-    for p in whole.parameters():
-        p.grad = None  # the reference has them
+    """Args: twins: Of the uncut model, one for each rank, which share their parameters."""
+    size = len(twins)
+    silent = sum(not g.any() for g in reference.gradients.values()) + sum(
+        1 for key, _ in twins[0].named_parameters() if key not in reference.gradients
+    )
     entered: list[str] = []
 
     def body(group: VirtualGroup) -> tuple[_Run, dict[str, Any]]:
-        part = copy.deepcopy(whole)
+        part = twins.pop()
         cut(part, group)
+        if twins:
+            _unshare(part)
         handles = [
             module.register_forward_pre_hook(_note(key, entered))
             for key, module in part.named_modules()
@@ -262,15 +293,23 @@ def _compare(
     for run, _ in found:
         worst = max(worst, _check_outputs(name, run, reference, bound))
     worst = max(worst, _check_gradients(name, found, reference, bound, least))
-    silent = sum(not g.any() for g in reference.gradients.values()) + sum(
-        1 for key, _ in whole.named_parameters() if key not in reference.gradients
-    )
     return (
         f"{len(reference.outputs)} outputs and {len(reference.gradients)} gradients of "
         f"{size} ranks, equal to those of the "
         f"uncut model to {worst:.0e}"
         + (f"; {silent} parameters take no part in the example" if silent else "")
     )
+
+
+def _unshare(part: nn.Module) -> None:
+    """Give what was not cut memory of its own, one parameter for all names that it has."""
+    own: dict[int, nn.Parameter] = {}
+    for module in part.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in own:
+                    own[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                module._parameters[key] = own[id(p)]
 
 
 def _note(name: str, entered: list[str]) -> Callable[..., None]:
