@@ -99,20 +99,15 @@ class Batches:
         Raises:
             CorpusError: When it is of another order.
         """
-        own = self.state_dict()
-        fixes = {
-            "digest": "the same corpus, data.tokenizer and data.validation_fraction",
-            "seed": "the same train.seed",
-            "sequence_length": "the same model.sequence_length",
-        }
-        for key, fix in fixes.items():
-            if state[key] != own[key]:
-                raise CorpusError(
-                    f"the data was at {key} {state[key]}, but is now at {key} "
-                    f"{own[key]}: it can't continue where it "
-                    f"was; use {fix}"
-                )
-        self._order.go_to(int(state["epoch"]), int(state["position"]))
+        self._order.resume(
+            state,
+            own=self.state_dict(),
+            fixes={
+                "digest": "the same corpus, data.tokenizer and data.validation_fraction",
+                "seed": "the same train.seed",
+                "sequence_length": "the same model.sequence_length",
+            },
+        )
 
 
 def validation_rows(

@@ -6,10 +6,14 @@ epoch e:   permutation of the rows, keyed by (seed, e)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pyops import random
+from pyops.data.corpus import CorpusError
 
 __all__ = ["RowOrder"]
 
@@ -45,11 +49,24 @@ class RowOrder:
         self.position += self.global_batch
         return rows
 
-    def go_to(self, epoch: int, position: int) -> None:
-        """Continue at this place.
+    def resume(
+        self, state: Mapping[str, Any], *, own: Mapping[str, Any], fixes: Mapping[str, str]
+    ) -> None:
+        """Continue behind the batch after which `state` was taken.
 
         Args:
-            epoch, position: As the attributes were.
+            state: A cursor that was saved, with "epoch" and "position".
+            own: The cursor of what is read now.
+            fixes: {entry that must be the same in both: what makes it so}.
+
+        Raises:
+            CorpusError: An entry differs.
         """
-        self.epoch, self.position = epoch, position
+        for key, fix in fixes.items():
+            if state[key] != own[key]:
+                raise CorpusError(
+                    f"the data was at {key} {state[key]}, but is now at {key} {own[key]}: it can't "
+                    f"continue where it was; use {fix}"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._permutation()

@@ -101,19 +101,15 @@ class RowBatches:
         Raises:
             CorpusError: It is of other rows, or of another order.
         """
-        own = self.state_dict()
-        fixes = {
-            "digest": "the same data.path, data.long_rows, model.sequence_length and tokenizer",
-            "num_rows": "the same data.validation_fraction",
-            "seed": "the same train.seed",
-        }
-        for key, fix in fixes.items():
-            if state[key] != own[key]:
-                raise CorpusError(
-                    f"the data was at {key} {state[key]}, but is now at {key} {own[key]}: it can't "
-                    f"continue where it was; use {fix}"
-                )
-        self._order.go_to(int(state["epoch"]), int(state["position"]))
+        self._order.resume(
+            state,
+            own=self.state_dict(),
+            fixes={
+                "digest": "the same data.path, data.long_rows, model.sequence_length and tokenizer",
+                "num_rows": "the same data.validation_fraction",
+                "seed": "the same train.seed",
+            },
+        )
 
 
 def held_out_batches(

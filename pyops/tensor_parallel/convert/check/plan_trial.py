@@ -75,24 +75,25 @@ def try_plan(
                 reasons.append(f"no copy can be made ({type(error).__name__}: {error})")
                 continue
             for inputs in examples(model, given):
-                uncut = _twin(whole)
                 try:
-                    (reference,) = run_virtual(
-                        1,
-                        lambda group: _run(uncut, _cast(inputs, dtype), dtype),  # noqa: B023
-                    )
+                    reference = _uncut_run(_twin(whole), _cast(inputs, dtype), dtype)
                 except Exception as error:
                     reasons.append(f"{type(error).__name__}: {error}")
                     whole.zero_grad()
                     continue
                 twins = [_twin(whole) for _ in range(size)]
-                del whole, uncut  # what is cut goes as soon as the last twin is cut
+                del whole  # what is cut goes as soon as the last twin is cut
                 return _compare(name, twins, cut, _cast(inputs, dtype), reference, dtype)
     raise ValueError(
         f"the plan is checked by running {name} before it is cut, and that failed: "
         f"{_short(reasons[0])}; pass other "
         f"example_inputs= (a mapping of arguments' names), or {NOT_CHECKED}"
     )
+
+
+def _uncut_run(uncut: nn.Module, inputs: Inputs, dtype: torch.dtype) -> _Run:
+    (reference,) = run_virtual(1, lambda group: _run(uncut, inputs, dtype))
+    return reference
 
 
 def _twin(model: nn.Module) -> nn.Module:
