@@ -25,6 +25,7 @@ from pyops.ops.random import (
     philox_normal_reference,
     philox_uniform_reference,
 )
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -211,8 +212,11 @@ IN_LINE, TOGETHER, APART = (0,) * 7, (3,) * 7, (3, 1, 0, 2, 5, 4, 1)
 
 @pytest.mark.parametrize(
     "shifts",
-    [IN_LINE, TOGETHER, APART],
-    ids=["in line", "out of line together", "out of line apart"],
+    [
+        pytest.param(IN_LINE, id="in line"),
+        full(TOGETHER, id="out of line together"),
+        pytest.param(APART, id="out of line apart"),
+    ],
 )
 @pytest.mark.parametrize(("p", "g", "m", "master"), KNOWN + OTHER, ids=str)
 def test_adam_of_all_dtypes(kernels, p, g, m, master, shifts):

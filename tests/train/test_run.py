@@ -232,6 +232,7 @@ def test_pairs_of_bytes(tmp_path, device):
     assert first < 5.7 * 0.7, "nats per byte: a token of ln(300) nats is more than one byte"
 
 
+@pytest.mark.full  # half a minute of compilers; tests/models and tests/parallel compile blocks
 @pytest.mark.real_device
 @pytest.mark.slow
 def test_a_compiled_model_trains_the_same(tmp_path, device):

@@ -191,6 +191,7 @@ def train_and_stop(rank: int, group: Any, config: Config, stopped: int, step: in
         return train(config)
 
 
+@pytest.mark.full  # the next one stops with an idle rank
 def test_ranks_stop_together_and_another_number_goes_on(world, alone, tmp_path):
     config = config_of(tmp_path, pp=2)
     outcomes = world(2).run(train_and_stop, config, 1, 5)

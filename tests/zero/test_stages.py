@@ -106,7 +106,7 @@ def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes
         )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [full(0), full(1), 2, 3])
 def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
     options = {"max_grad_norm": None}
     found = [

@@ -299,7 +299,7 @@ def elastic_transitions_body(rank, group, count, folder):
     return found
 
 
-@pytest.mark.parametrize("count", [20, full(52)])
+@pytest.mark.parametrize("count", [full(20), full(52)])
 def test_an_elastic_run_keeps_nothing_of_its_changes(world, tmp_path, count):
     for rank, found in enumerate(
         world(4).run(elastic_transitions_body, count, str(tmp_path / "begin"), timeout=120)

@@ -20,6 +20,7 @@ from pyops.checkpoint import Checkpoints, load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config
 from pyops.train import text_training, train
+from tests.grids import full
 from tests.train.faults.killed_run import train_and_die
 from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
 from tests.workers import spawn_ranks
@@ -93,7 +94,7 @@ def test_torchrun_starts_a_killed_rank_again(tmp_path, reference):
     check_resumed(broken, straight)
 
 
-@pytest.mark.parametrize("where", ["gather", "save"])
+@pytest.mark.parametrize("where", [full("gather"), "save"])
 def test_a_killed_rank(world, tmp_path, reference, where):
     broken, straight = broken_and_straight(tmp_path, 3, reference)
     first, second = spawn_ranks(2, train_and_die, broken, where, 12, group_timeout=10)

@@ -135,6 +135,7 @@ def agent(folder: Path, name: str, *, port: int) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.full  # three agents and nine starts: half a minute of two cores
 def test_a_lost_node_comes_back(tmp_path, straight):
     """3 stages; 2 after the loss of the node of rank 0, half way through a checkpoint; 3 again."""
     config = dataclasses.replace(

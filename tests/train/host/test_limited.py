@@ -79,6 +79,7 @@ def large(folder: Path, *, name: str, offload: str, steps: int = 4) -> Config:
     )
 
 
+@pytest.mark.full  # writes hundreds of megabytes
 def test_states_that_no_memory_could_hold(tmp_path):
     """Built, trained, saved, resumed and saved again, with a limit that states alone would
     break."""
