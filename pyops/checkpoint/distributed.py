@@ -47,9 +47,11 @@ from pyops.checkpoint.loading import Reader
 from pyops.flat import Shard, Shards
 from pyops.torch_private import local_shape_and_offset
 
-__all__ = ["StorageReader", "TorchFolder", "as_shards"]
+__all__ = ["TORCH_ERRORS", "StorageReader", "TorchFolder", "as_shards", "last_line"]
 
 INDEX = ".metadata"  # as torch calls it
+# torch has many errors, and its own is no Exception.
+TORCH_ERRORS = (Exception, dcp.api.CheckpointException)
 # What the index of a folder of torch's is made of: {module: names}.
 OF_INDEX = {
     "torch.distributed.checkpoint.metadata": (
@@ -227,14 +229,18 @@ class TorchFolder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that one process reads
                 dcp.load({name: found}, storage_reader=self._reader, no_dist=True)
-        # torch has many errors, and its own is no Exception.
-        except (Exception, dcp.api.CheckpointException) as error:
-            said = f"{error}".strip().splitlines() or [""]
+        except TORCH_ERRORS as error:
             raise CheckpointError(
-                f"{name} of {self.folder} can't be read ({type(error).__name__}: {said[-1]}); save "
-                "it again"
+                f"{name} of {self.folder} can't be read ({last_line(error)}); save it again"
             ) from None
         return found
+
+
+def last_line(error: BaseException) -> str:
+    """The class of an error and what it says at last: torch's has the traceback of each rank
+    before."""
+    said = f"{error}".strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[-1]}"
 
 
 class _KnownIndexReader(FileSystemReader):

@@ -13,8 +13,8 @@ import importlib
 from typing import Any
 
 from pyops.hf.accelerate import prepare
-from pyops.hf.plan_training import PlanTraining, plan_trainer
-from pyops.hf.trainer import ZeroTraining, zero_trainer
+from pyops.hf.plan_training import PlanTraining
+from pyops.hf.trainer import ZeroTraining, trainer_class
 
 __all__ = [
     "PlanTraining",
@@ -29,9 +29,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
-        return plan_trainer()
+        return trainer_class(PlanTraining, name)
     if name == "ZeroTrainer":
-        return zero_trainer()
+        return trainer_class(ZeroTraining, name)
     if name in ("apply_kernels", "remove_kernels"):
         return getattr(importlib.import_module("pyops.hf.kernels"), name)
     raise AttributeError(

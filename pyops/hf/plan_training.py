@@ -13,7 +13,7 @@ the layers, and what follows of it: which rows, which weights are written, which
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import ranks_agree
-from pyops.hf.trainer import ZeroTraining, trainer_of_transformers
+from pyops.hf.trainer import ZeroTraining
 from pyops.hub.pretrained import PretrainedWeights
 from pyops.mesh import ALONE, Mesh
 from pyops.parallel import ParallelPlan
@@ -30,7 +30,7 @@ from pyops.parallel.dropout.keyed_dropout import key_dropout, set_keyed_dropout
 from pyops.tensor_parallel import whole_state_dict
 from pyops.zero import ZeroConfig
 
-__all__ = ["PlanTraining", "plan_trainer"]
+__all__ = ["PlanTraining"]
 
 # Options of ParallelPlan that something of the Trainer's stands for.
 INSTEAD = {
@@ -290,15 +290,3 @@ def _gather_copies(gather: Any, accelerator: Any, tp: int, values: Any, **option
         return gather(values, **options)
     finally:
         del accelerator.gather
-
-
-@cache
-def plan_trainer() -> type:
-    """transformers.Trainer with PlanTraining. ImportError says what to install."""
-    base = trainer_of_transformers("Trainer")
-
-    class Trainer(PlanTraining, base):  # type: ignore[misc, valid-type]
-        __doc__ = PlanTraining.__doc__
-
-    Trainer.__module__, Trainer.__qualname__ = "pyops.hf", "Trainer"
-    return Trainer

@@ -25,7 +25,7 @@ from pyops.mesh import Mesh
 from pyops.optim import OneBitAdam
 from pyops.zero import ZeroConfig, ZeroOptimizer
 
-__all__ = ["ZeroTraining", "trainer_of_transformers", "zero_trainer"]
+__all__ = ["ZeroTraining", "trainer_class"]
 
 FOLDER = "zero"  # within a checkpoint of the Trainer
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
@@ -242,30 +242,22 @@ def _check_trainer(trainer: Any) -> None:
 
 
 @cache
-def zero_trainer() -> type:
-    """transformers.Trainer with ZeroTraining. ImportError says what to install."""
-    base = trainer_of_transformers("ZeroTrainer")
-
-    class ZeroTrainer(ZeroTraining, base):  # type: ignore[misc, valid-type]
-        __doc__ = ZeroTraining.__doc__
-
-    ZeroTrainer.__module__, ZeroTrainer.__qualname__ = "pyops.hf", "ZeroTrainer"
-    return ZeroTrainer
-
-
-def trainer_of_transformers(name: str) -> Any:
-    """transformers.Trainer.
+def trainer_class(training: type, name: str) -> type:
+    """transformers.Trainer with what `training` does otherwise, made when it is first asked for,
+    since transformers is slow to import.
 
     Args:
-        name: Of the class in pyops.hf that is to be made of it.
+        training: A class of methods that come before transformers' own.
+        name: Of the class in pyops.hf.
 
     Raises:
         ImportError: transformers, or accelerate, is not installed.
     """
     try:
-        return importlib.import_module("transformers").Trainer
+        base = importlib.import_module("transformers").Trainer
     except ImportError as error:
         raise ImportError(
             f"pyops.hf.{name} needs transformers and accelerate: pip install "
             "transformers accelerate"
         ) from error
+    return type(name, (training, base), {"__doc__": training.__doc__, "__module__": "pyops.hf"})

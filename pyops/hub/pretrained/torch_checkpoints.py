@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from pyops.checkpoint.distributed import INDEX, TorchFolder
+from pyops.checkpoint.distributed import INDEX, TORCH_ERRORS, TorchFolder, last_line
 from pyops.checkpoint.writing import replace_folder
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.flat import Shard, Shards
@@ -76,12 +76,9 @@ def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None
         try:
             state = {MODEL: whole} if whole else {}
             dcp.save(state, checkpoint_id=aside, no_dist=mesh is None or mesh.device_mesh is None)
-        # Of torch's on all ranks, which is no Exception.
-        except (Exception, dcp.api.CheckpointException) as error:
-            said = f"{error}".strip().splitlines() or [""]
+        except TORCH_ERRORS as error:
             raise HubError(
-                f"{folder} can't be written ({type(error).__name__}: {said[-1]}); make room or "
-                "choose another place"
+                f"{folder} can't be written ({last_line(error)}); make room or choose another place"
             ) from None
     with ranks_agree(position.group):
         if position.first:
