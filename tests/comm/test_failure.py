@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pyops.comm import CommunicationError, all_reduce
 from pyops.comm.failure import ranks_without_note
 from pyops.ops.library import native
+from tests.grids import full
 from tests.workers import ROOT, Outcome, spawn_ranks, spawn_worlds
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
@@ -55,7 +56,7 @@ def _lose_a_rank(
     "lost",
     [
         [("shared_memory", "dies"), ("shared_memory", "stalls")],
-        [("ring", "dies"), ("ring", "stalls")],
+        full([("ring", "dies"), ("ring", "stalls")]),
         [("two_shot", "dies"), ("native", "dies")],
     ],
     ids=str,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import pyops.optim
 from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, PostValidation, schedule
+from tests.grids import full
 from tests.pipeline.reference import batch, mlp
 
 pytestmark = pytest.mark.cpu_only
@@ -125,7 +126,7 @@ def both(
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize(("name", "ranks"), [("zb1p", 2), ("zb1p", 3), ("interleaved_zb", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [full("zb1p", 2), ("zb1p", 3), ("interleaved_zb", 2)])
 def test_parameters_states_losses_and_norms_have_the_same_bits(world, name, ranks, optimizer):
     everyone = world(ranks).run(both, name, optimizer)
     losses, norms, _ = everyone[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import full
 from tests.project.documents import ROOT, Program, Ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -50,7 +51,7 @@ def test_a_script_is_short_and_states_its_command(path):
     assert command[2] == path.stem
 
 
-@pytest.mark.parametrize("name", ["ddp_hook", "peft_lora", "trainer", "zero3_finetune"])
+@pytest.mark.parametrize("name", ["ddp_hook", "peft_lora", "trainer", full("zero3_finetune")])
 def test_a_model_learns_on_two_ranks(name, ranks, tmp_path):
     first, *_, last = losses(ranks, program(name, 2), tmp_path)
     assert last < 0.9 * first

@@ -10,6 +10,7 @@ import torch
 
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, ParallelConfig, ZeroConfig
+from tests.grids import full
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -30,7 +31,7 @@ def final_model(config: Config) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "tp", "stage", "sequence_parallel"),
-    [(2, 2, 0, False), (4, 2, 1, True), (4, 2, 2, False), (4, 2, 3, True)],
+    [(2, 2, 0, False), full(4, 2, 1, True), full(4, 2, 2, False), (4, 2, 3, True)],
 )
 def test_neither_losses_nor_norms_nor_weights_change(
     world, tmp_path, ranks, tp, stage, sequence_parallel, reference

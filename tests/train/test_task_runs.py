@@ -328,6 +328,7 @@ def test_a_resumed_run_needs_no_weights_to_begin_with(tmp_path):
         train(dataclasses.replace(longer, name="begins"))
 
 
+@pytest.mark.full  # the next ones stop and resume with an idle rank
 def test_checkpoints_in_the_middle_of_an_epoch_while_ranks_are_idle(world, tmp_path):
     alone, config = interval_of(tmp_path, "alone", pp=1), interval_of(tmp_path, "ranks", pp=4)
     train(alone)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pyops.optim
 from pyops.precision import LossScaler
+from tests.grids import full
 from tests.zero.making import zero_optimizer
 from tests.zero.models import ROWS, Net, groups, mean_loss, rows
 
@@ -82,7 +83,8 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("name", "bucket_bytes"), [("SGD", 1), ("AdamW", 3000), ("LAMB", 1 << 20), ("Adafactor", 3000)]
+    ("name", "bucket_bytes"),
+    [full("SGD", 1), ("AdamW", 3000), full("LAMB", 1 << 20), ("Adafactor", 3000)],
 )
 def test_uneven_sizes_and_shares_equal_one_process(world, name: str, bucket_bytes: int):
     model = Uneven()
@@ -182,7 +184,7 @@ def _expected() -> Parameters:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "torch.AdamW"])
+@pytest.mark.parametrize("name", ["AdamW", full("torch.AdamW")])
 def test_an_overflow_on_one_rank_lowers_the_scale_and_skips_the_step_on_all(world, name: str):
     expected = _expected()
     halves: list[Parameters] = []

@@ -82,10 +82,7 @@ GRID = [
 # Every pair of two axes' values.
 KEPT = [
     ("AdamW", torch.float32, 2, "cpu"),
-    ("torch.AdamW", torch.bfloat16, 2, "cpu"),
     ("AdamW", torch.bfloat16, 2, "disk"),
-    ("torch.AdamW", torch.float32, 2, "disk"),
-    ("AdamW", torch.bfloat16, 3, "disk"),
     ("torch.AdamW", torch.float32, 3, "disk"),
 ]
 

@@ -169,6 +169,7 @@ def _regression(rank: int, group: Any, forget: bool) -> float:
     return float((model.module.weight.detach() - truth)[1:].norm() / truth[1:].norm())
 
 
+@pytest.mark.full  # what is left is held by test_error_feedback
 def test_descent_gets_there_only_with_its_errors(world):
     with_errors, without = (world(2).run(_regression, forget) for forget in (False, True))
     assert with_errors[0] == with_errors[1]

@@ -133,6 +133,7 @@ def _descend(forget: bool) -> float:
     return float((a @ w - b)[2:].norm() / b.norm())
 
 
+@pytest.mark.full  # what is left is held by test_error_feedback
 def test_descent_gets_there_only_with_its_errors():
     """Two loud coordinates of pure noise are always the largest: the others move by way of the
     error, or never."""

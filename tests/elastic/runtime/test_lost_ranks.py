@@ -102,7 +102,7 @@ def carry_body(rank, group, victim):
     return caught(lambda: carry(states_of(old)[rank], old, new, group=group))
 
 
-@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("victim", [1, full(3)])
 def test_a_rank_that_dies_while_layers_are_carried(victim):
     outcomes = spawn_ranks(4, carry_body, victim, timeout=60, group_timeout=20.0)
     assert outcomes[victim].exitcode == 7

@@ -17,6 +17,7 @@ from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
@@ -213,9 +214,17 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    "zero", [{}, {"overlap_grad_reduce": False}, {"gather_codec": Int8()}], ids=str
+    ("zero", "accumulate"),
+    [
+        ({}, 2),
+        full({}, 1),
+        ({"overlap_grad_reduce": False}, 1),
+        full({"overlap_grad_reduce": False}, 2),
+        ({"gather_codec": Int8()}, 2),
+        full({"gather_codec": Int8()}, 1),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_small_group_gathers_for_backward_with_the_same_bits(
     world, zero: dict[str, Any], accumulate: int
 ):
@@ -255,6 +264,7 @@ def _loss(rank: int, group: Any, zero: dict[str, Any], secondary: int) -> list[f
     return losses
 
 
+@pytest.mark.full  # hundreds of steps of four ranks; the tests above hold the bits
 def test_training_in_few_bits_learns_as_well(world):
     exact = world(4).run(_loss, {}, 0)[0]
     coded = world(4).run(_loss, {"gather_codec": Int8(), "reduce_codec": Int8()}, 2)[0]

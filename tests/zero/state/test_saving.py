@@ -83,7 +83,6 @@ NAMES = ("AdamW", "torch.AdamW", "LAMB", "Adafactor")
 # AdamW of float32 goes on in test_another_number_of_ranks_goes_on.
 KEPT = [
     ("AdamW", torch.bfloat16),
-    ("torch.AdamW", torch.float32),
     ("LAMB", torch.float32),
     ("Adafactor", torch.bfloat16),
 ]

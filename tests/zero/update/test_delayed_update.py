@@ -122,7 +122,7 @@ def _run(
 @pytest.mark.parametrize(
     ("stage", "name", "dtype", "after", "place", "broken"),
     [
-        (1, "AdamW", torch.float32, 2, "cpu", True),
+        full(1, "AdamW", torch.float32, 2, "cpu", True),
         full(2, "AdamW", torch.bfloat16, 2, "cpu", False),
         (2, "torch.AdamW", torch.bfloat16, 3, "cpu", True),
         (3, "AdamW", torch.float32, 0, "cpu", False),
