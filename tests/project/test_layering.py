@@ -53,8 +53,8 @@ FLOORS = {
     ],
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
     "data": [
-        ["bigram", "corpus", "images", "row_order"],
-        ["characters", "digits", "tokenizer"],
+        ["bigram", "corpus", "images"],
+        ["characters", "digits", "row_order", "tokenizer"],
         ["cache"],
         ["batches", "folder_text", "passages"],
     ],
