@@ -230,7 +230,8 @@ def wrong_name(span: str) -> str | None:
         return None
     name, attribute = found[1], found[2]
     if CAMEL.fullmatch(name):
-        if name not in known["class"] and not in_torch(name) and name not in dir(transformers):
+        ours = known["class"] | exported()
+        if name not in ours and not in_torch(name) and name not in dir(transformers):
             return f"there is no class {name} in pyops, torch or transformers"
         if attribute and name in known["class"]:
             anything = known["function"] | known["attribute"] | known["option"]
