@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # `make gpu`: on a machine that has CUDA torch, nvcc, cmake and pytest, builds for its GPU, runs the test suite there, looks for
 # bad memory accesses and races, runs the benches, and profiles a training step. Installs and downloads nothing. Under ten minutes a
-# call: what does not fit in one is left out, so give the parts to several calls. All of them in three, within 28 minutes:
+# call: what does not fit in one is left out, so give the parts to several calls. The first decides most, in six minutes:
 #
-#   PARTS="kernels others"      PARTS="bench profile"      PARTS="train sanitize"
+#   PARTS=kernels      PARTS=bench      PARTS="others sanitize"      PARTS="train profile"
+#
+# What was built is kept in OUT/built. A later call on a fresh machine builds nothing if these files are put back into pyops/ and the
+# sources, torch and the GPU's architecture are still the same.
 #
 #   OUT      where rows, log and summary go   (benchmarks/results/gpu)
 #   PYTHON   the Python that has torch        (python3)
@@ -38,7 +41,7 @@ export PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}  # torch reads it once, at the first product
 export PYOPS_BENCH_ROWS=$OUT/rows.jsonl
 : >"$PYOPS_BENCH_ROWS"
-export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=$DEVICE PYTHON DEVICE ONLY
+export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=$DEVICE PYTHON DEVICE ONLY OUT
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 say() { echo "$*" | tee -a "$LOG" >>"$SUMMARY"; }
 
@@ -81,10 +84,17 @@ PY
 
 build() {  # through setup.py's own functions: needs no setuptools that can read pyproject.toml, and no pybind11 but torch's
   PYOPS_CUDA=ON CMAKE_CUDA_ARCHITECTURES=${CMAKE_CUDA_ARCHITECTURES:-$ARCHITECTURE} "$PYTHON" - <<'PY'
-import importlib.util, pathlib, sys
+import hashlib, importlib.util, json, os, pathlib, shutil, sys
 import setuptools
 setuptools.setup = lambda **_: None
 import setup
+sources = sorted([*(setup.ROOT / "csrc").rglob("*.*"), setup.ROOT / "CMakeLists.txt"])
+digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+digest.update(f"{setup.torch_to_build_against()[1]} {os.environ['CMAKE_CUDA_ARCHITECTURES']} {sys.version_info[:2]}".encode())
+there = [setup.ROOT / "pyops" / name for name in setup.ARTEFACTS]
+described = there[-1]  # _build.json
+if all(path.exists() for path in there) and json.loads(described.read_text()).get("made_of") == digest.hexdigest():
+    sys.exit(print("nothing to build: pyops/ has what these sources give"))
 build = setup.ROOT / "build" / "cmake-gpu"
 build.mkdir(parents=True, exist_ok=True)
 if importlib.util.find_spec("pybind11") is None:
@@ -94,8 +104,13 @@ if importlib.util.find_spec("pybind11") is None:
         (stand_in / "include").symlink_to(setup.torch_to_build_against()[0] / "include")
     sys.path.append(str(stand_in.parent))
 setup.run_cmake(build)
-for name in setup.ARTEFACTS:
-    setup.place(build / name, setup.ROOT / "pyops" / name)
+for name, path in zip(setup.ARTEFACTS, there):
+    setup.place(build / name, path)
+described.write_text(json.dumps({**json.loads(described.read_text()), "made_of": digest.hexdigest()}) + "\n")
+kept = pathlib.Path(os.environ["OUT"]) / "built"
+kept.mkdir(exist_ok=True)
+for path in there:
+    shutil.copy2(path, kept)
 PY
 }
 
@@ -105,7 +120,7 @@ sanitize() {
   local options=(--tool "$1" --error-exitcode 9)
   [ "$1" = memcheck ] && options+=(--report-api-errors no)
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" "$PYTHON" -m pytest -p tests.optional_packages \
-    tests/cuda/test_small.py -k "not graph and not waits and not stream and not one_launch"
+    tests/cuda/test_small.py tests/cuda/test_small_layers.py -k "not graph and not waits and not stream and not one_launch"
 }
 
 bench() {  # a rehearsal keeps its rows in OUT alone
@@ -125,7 +140,8 @@ resources() {  # a line for each kernel in C++: registers, stack, shared and loc
 counters() {  # few enough to be taken in one pass, since a second would have to bring memory back as it was
   local metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread
   metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active
-  ncu --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.profile_kernels
+  # The clocks are left as they are: the machine may be lent.
+  ncu --clock-control none --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.profile_kernels
 }
 
 export -f machine build sanitize bench profile_step resources counters
@@ -138,10 +154,12 @@ export ARCHITECTURE
 part 240 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; exit 1; }
 # The kernels first: on a GPU the same tests run them there. Triton's, which are compiled as they are met, come after those in C++,
 # and on several processes where pytest can. What Triton's interpreter and its compiler can prove without a GPU is left out.
+gpus=$([ "$DEVICE" = cpu ] && echo 0 || "$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+((gpus > 1)) || say "NCCL is not tested: it takes a GPU for each rank, and $gpus are here"
 pytest=("$PYTHON" -m pytest -p tests.optional_packages -rfE)
 triton=(tests/ops/layers tests/ops/test_tracing.py) spread=() fewer=() tests=0
 others=("${triton[@]/#/--ignore=}")
-[ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8) fewer=(-n 4)  # fewer: each has ranks of its own
+[ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8) fewer=(-n 6)  # fewer: each has ranks of its own, each with a context of half a GiB
 steps=(tests/cuda/test_training.py tests/cuda/test_ranks.py tests/cuda/test_host.py)
 tested() {  # the status of the part before
   tests=$((tests + $1))
@@ -155,15 +173,15 @@ if wants kernels; then
   tested $?
 fi
 if wants others; then
-  part 150 "steps, ranks, host on $DEVICE" "${pytest[@]}" "${steps[@]}"
+  part 200 "steps, ranks, host on $DEVICE" "${pytest[@]}" "${steps[@]}"
   tested $?
-  part 240 "other tests on $DEVICE" "${pytest[@]}" "${fewer[@]}" tests --ignore tests/ops --ignore tests/cuda
+  part 330 "other tests on $DEVICE" "${pytest[@]}" "${fewer[@]}" tests --ignore tests/ops --ignore tests/cuda
   tested $?
 fi
 if wants sanitize; then
   if command -v compute-sanitizer >/dev/null && [ "$DEVICE" != cpu ]; then
     for tool in memcheck racecheck; do
-      part 100 "compute-sanitizer $tool" bash -c "sanitize $tool"
+      part 110 "compute-sanitizer $tool" bash -c "sanitize $tool"
       tests=$((tests + $?))
       last 'ERROR SUMMARY|RACECHECK SUMMARY|passed|failed'
     done
@@ -180,8 +198,7 @@ timed() {  # seconds, bench: its rows go to the summary
 # processes on CPUs whatever the device is.
 if wants bench; then
   declare -A limits=([kernels]=60 [optim]=100 [layerwise]=40 [codec]=70 [norm]=110 [activation]=120 [cross_entropy]=100)
-  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-  benches="kernels optim layerwise codec norm activation cross_entropy"
+  benches="kernels layerwise activation norm cross_entropy codec optim"  # what no GPU has timed yet comes first
   { [ "$DEVICE" = cpu ] || ((gpus > 1)); } && benches+=" collectives data_parallel tensor_parallel zero"
   for name in ${BENCHES:-$benches}; do
     timed "${limits[$name]:-90}" "$name"
