@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,6 @@ CAUSAL = (
     "ernie4_5.Ernie4_5ForCausalLM exaone4.Exaone4ForCausalLM"
 )
 GPT2 = "gpt2.GPT2LMHeadModel"
-FIELDS = ("past_key_values", "hidden_states", "attentions")
 ACTIVATIONS = {
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
@@ -122,8 +121,8 @@ def _by_class(table: Mapping[Any, str]) -> dict[tuple[str, str], Any]:
 NORM_OF, MLP_OF = _by_class(NORMS), _by_class(MLPS)
 OUTPUT_OF = _by_class(
     {
-        ("CausalLMOutputWithPast", FIELDS): CAUSAL,
-        ("CausalLMOutputWithCrossAttentions", (*FIELDS, "cross_attentions")): GPT2,
+        "CausalLMOutputWithPast": CAUSAL,
+        "CausalLMOutputWithCrossAttentions": GPT2,
     }
 )
 
@@ -278,7 +277,7 @@ def _swap_for(module: Any, fused_loss: bool) -> _Swap | None:
     if (alone := _activation_of(module)) is not None:
         return _Swap(alone, partial(fused.activation_alone, module, activation=alone))
     if fused_loss and (found := OUTPUT_OF.get(key)) is not None:
-        return _Swap(LOSS, _causal_forward(module, *found))
+        return _Swap(LOSS, _causal_forward(module, found))
     return None
 
 
@@ -294,18 +293,20 @@ def _activation_of(module: nn.Module) -> str | None:
     return ACTIVATIONS.get(cls.__qualname__)
 
 
-def _causal_forward(model: Any, output: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+def _causal_forward(model: Any, output: str) -> Callable[..., Any]:
     """`causal_lm` with the signature of the forward it stands for, which the Trainer, generate()
     and PEFT look at."""
     given = list(inspect.signature(type(model).forward).parameters.values())[1:]
     # Without annotations, which would have to be pickled.
     plain = [each.replace(annotation=inspect.Parameter.empty) for each in given]
+    cls = getattr(importlib.import_module("transformers.modeling_outputs"), output)
     forward = partial(
         fused.causal_lm,
         model,
         names=tuple(each.name for each in _positional(given)),
-        output=getattr(importlib.import_module("transformers.modeling_outputs"), output),
-        fields=fields,
+        output=cls,
+        # Keys and values among them, whose field is named otherwise from transformers 5.24 on.
+        fields=tuple(f.name for f in fields(cls) if f.name not in ("loss", "logits")),
     )
     forward.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
     return forward
