@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pyops.checkpoint.background import BackgroundSaver
-from pyops.checkpoint.format.manifest import MANIFEST, CheckpointError
+from pyops.checkpoint.format.manifest import MANIFEST
 from pyops.checkpoint.writing import commit, discard, prepare, write
 from pyops.comm.agreement import agree, gather
 
@@ -45,7 +45,7 @@ def save(
     entry = None
     try:
         entry = write(plan)
-    except (CheckpointError, TypeError) as caught:
+    except Exception as caught:  # whatever it is: the other ranks wait to be told
         error = caught
     told = gather((error is not None, entry), group=group)
     try:
@@ -54,7 +54,7 @@ def save(
         if plan.rank == 0:
             try:
                 commit(plan, [each for _, each in told if each is not None])
-            except CheckpointError as caught:
+            except Exception as caught:
                 error = caught
         agree(error, group=group)
     finally:

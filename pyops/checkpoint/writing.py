@@ -88,7 +88,7 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
         check_dtypes(shards)
         if shards:
             plan.files[shard_file] = shards
-    except (TypeError, CheckpointError) as caught:
+    except Exception as caught:  # whatever it is: the other ranks wait to be told
         error = caught
     told = gather((error and (type(error), str(error)), cards), group=group)
     if any(failure for failure, _ in told):
@@ -100,7 +100,7 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
             check_dtypes(plan.files[SHARED])
             _check_place(plan.folder)
             _make_empty(plan.aside)
-        except (TypeError, CheckpointError) as caught:
+        except Exception as caught:
             error = caught
     agree(error, group=group)
     return plan

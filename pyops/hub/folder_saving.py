@@ -82,7 +82,7 @@ def save(
     files = _files(entries, max_file_bytes)
     gathered = _Gathered(entries, ranks)
     temporary = folder.with_name(folder.name + ".tmp")
-    error: HubError | None = None
+    error: Exception | None = None
     try:
         if gathered.writes:
             _write(folder, temporary, files, values, gathered)
@@ -91,7 +91,9 @@ def save(
             f"{folder} can't be written: {caught.strerror or caught}; make room or "
             "choose another place"
         )
-    except HubError as caught:
+    except CommunicationError:
+        raise  # there is nobody to tell
+    except Exception as caught:  # whatever it is: the other ranks wait to be told
         error = caught
     finally:
         gathered.finish()  # the other ranks wait in its collectives

@@ -246,6 +246,34 @@ def test_all_ranks_are_told_alike(world, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def an_unexpected_error(rank, group, folder):
+    def broken(*_):
+        raise ZeroDivisionError("nobody has thought of this one")
+
+    if rank:
+        writing.write_tensors = broken
+    try:
+        with pytest.raises(ZeroDivisionError, match="nobody"):
+            save(folder, make_state(1.0), own={"x": torch.ones(2)})
+    finally:
+        writing.write_tensors = tensor_file.write_tensors
+    return Path(folder).exists()
+
+
+def test_an_error_that_nobody_has_thought_of_is_told_to_all_ranks(world, tmp_path):
+    assert world(2).run(an_unexpected_error, str(tmp_path / "c")) == [False, False]
+
+
+def test_negative_views(tmp_path):
+    """Their memory is that of another tensor: what is saved and filled is what they are."""
+    saved = torch._neg_view(torch.arange(6.0))
+    save(tmp_path / "c", {"x": saved})
+    assert load(tmp_path / "c")[0]["x"].tolist() == [-float(i) for i in range(6)]
+    into = torch._neg_view(torch.zeros(6))
+    load(tmp_path / "c", into={"x": into})
+    assert into.tolist() == saved.tolist()
+
+
 def test_a_save_replaces_a_checkpoint_and_nothing_else(tmp_path):
     """What else is there is neither moved nor removed: a folder of one's own, a file, a checkpoint
     with notes in it."""

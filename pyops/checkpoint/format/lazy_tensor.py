@@ -240,6 +240,7 @@ def _read_box(
         and target.dtype == dtype
         and target.device.type == "cpu"
         and target.is_contiguous()
+        and not target.is_neg()  # such a view has another tensor's memory
     ):
         file.read(place + low, bytes_of(target))
         return

@@ -145,7 +145,9 @@ def write_tensors(
         for name in order:
             given = tensors[name]
             tensor = given if isinstance(given, Tensor) else given.read()
-            _put(file.fileno(), bytes_of(tensor.detach().to("cpu").contiguous()), checksums)
+            # A negative view has the memory of what it is a view of.
+            plain = tensor.detach().to("cpu").resolve_neg().contiguous()
+            _put(file.fileno(), bytes_of(plain), checksums)
         checksums.end()
         os.fsync(file.fileno())
     return {"bytes": size, "block": block, "crc32": checksums.found}
