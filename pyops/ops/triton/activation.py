@@ -70,9 +70,10 @@ def _gradients(kernel, dy, x, bias, columns, activation, bias_grad):
         activation,
         row_tile=1,
         num_rows=rows,
+        tiles=tiles,
+        maxnreg=80 if wide == torch.float32 else None,  # six CTAs and not now and then four
         HAS_BIAS=bias is not None,
         BIAS_GRAD=bias_grad,
-        TILES=tiles,
     )
     return dx, column_sum(partial, dtype=x.dtype) if bias_grad else x.new_empty(0)
 
@@ -196,18 +197,19 @@ def _backward(
     partial,
     rows,
     columns,
+    tiles,
     ACTIVATION: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     block, column = _place(columns, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    tl.assume(tiles > 0)
+    for t in range(0, tiles):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
         gradient = tl.load(dy + at, mask=inside, other=0.0).to(
@@ -230,18 +232,19 @@ def _gated_backward(
     partial,
     rows,
     columns,
+    tiles,
     ACTIVATION: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     block, column = _place(columns, ROWS, COLUMNS)
     gates, ups = tl.zeros([ROWS, COLUMNS], dtype=C), tl.zeros([ROWS, COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    tl.assume(tiles > 0)
+    for t in range(0, tiles):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * (2 * columns) + column[None, :]
         gradient = tl.load(
