@@ -50,8 +50,8 @@ def all_reduce(
 
     16-bit floats are summed in fp32 and rounded once, at the end (except by "native", which "auto"
     takes on CUDA: NCCL rounds every partial sum); a mean divides before that rounding, and on NCCL
-    before it adds, so that it overflows nowhere. Integers wrap, bool is a logical or. The result has the same bits
-    on all ranks, and they don't depend on timing or run.
+    before it adds, so that it overflows nowhere. Integers wrap, bool is a logical or. The result
+    has the same bits on all ranks, and they don't depend on timing or run.
 
     Args:
         tensor: of any shape and any dtype that has a sum, dense, on the CPU or on CUDA.

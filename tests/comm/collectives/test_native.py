@@ -3,6 +3,7 @@ mean it is."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -65,12 +66,14 @@ def _counted(rank: int, group: Any, collective: str, rows: int) -> tuple[list[st
         return mock.patch.object(dist, name, call)
 
     options: dict[str, Any] = {"group": group, "algorithm": "native"}
-    with recorded(FORMS[0]), recorded(FORMS[1]), recorded(FORMS[2]), recorded(FORMS[3]):
-        with recorded(FORMS[4]), traffic:
-            if collective == "gather":
-                all_gather(own, length=rows, out=whole, **options)
-            else:
-                reduce_scatter(x, out=part, **options)
+    with contextlib.ExitStack() as stack:
+        for name in FORMS:
+            stack.enter_context(recorded(name))
+        stack.enter_context(traffic)
+        if collective == "gather":
+            all_gather(own, length=rows, out=whole, **options)
+        else:
+            reduce_scatter(x, out=part, **options)
     if collective == "gather":
         expected = torch.cat([(x - rank + r).tensor_split(n)[r] for r in range(n)])
         assert torch.equal(whole, expected)
@@ -118,7 +121,7 @@ def _mean_on_nccl(rank: int, group: Any) -> list[str]:
 
     options: dict[str, Any] = {"algorithm": "native", "communicator": comm}
     with (
-        mock.patch.object(comm, "backend", lambda device: "nccl"),
+        mock.patch.object(comm, "backend", return_value="nccl"),
         mock.patch.object(dist, "all_reduce", averaging(dist.all_reduce)),
         mock.patch.object(dist, "reduce_scatter_tensor", averaging(dist.reduce_scatter_tensor)),
     ):
