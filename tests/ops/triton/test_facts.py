@@ -14,12 +14,14 @@ from benchmarks.kernel_facts import TRITON, Case, elements, empty
 
 pytestmark = pytest.mark.cpu_only
 
-# Of the kernels that touch every element: registers, and instructions for an element. Drawing a
-# block of Philox in each of four threads took 213 and 179 of `bias dropout add`.
+# Of kernels that touch every element: registers, and instructions for an element. Drawing a block
+# of Philox in each of four threads took 213 and 179 of `bias dropout add`; erf 28 of gelu.
 BOUNDS = {
     "bias dropout add": (96, 85.0),
     "part of rows": (80, 60.0),
-    "gelu": (96, 56.0),
+    "gelu bf16": (40, 36.0),
+    "gelu back bf16": (96, 38.0),
+    "gelu fp32": (48, 50.0),
     "swiglu": (96, 32.0),
 }
 
@@ -28,7 +30,7 @@ def _bounded(stems: tuple[str, ...]) -> Iterator[tuple[Case, int, float]]:
     for stem in stems:
         for case in TRITON[stem]():
             for begin, bounds in BOUNDS.items():
-                if case.name.removesuffix(" bf16").removesuffix(" fp32") == begin:
+                if begin in (case.name, case.name.removesuffix(" bf16").removesuffix(" fp32")):
                     yield case, *bounds
 
 
@@ -42,7 +44,7 @@ def test_registers_and_instructions():
         assert issue <= most_instructions, f"{case.name}: {issue}"
         assert machine.local == 0, f"{case.name}: {machine}"
         seen.add(case.name)
-    assert len(seen) == 2 * len(BOUNDS)
+    assert len(seen) == 9
 
 
 ROWS = [16 * k for k in range(1, 400)] + [777, 4095]
