@@ -125,7 +125,7 @@ resources() {  # a line for each kernel in C++: registers, stack, shared and loc
 counters() {  # few enough to be taken in one pass, since a second would have to bring memory back as it was
   local metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread
   metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active
-  ncu --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.profile_kernels
+  ncu --clock-control none --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.profile_kernels
 }
 
 export -f machine build sanitize bench profile_step resources counters

@@ -161,12 +161,12 @@ def _act(z, ACTIVATION: tl.constexpr, ELEMENT: tl.constexpr):
     """act(z) and act'(z) of numbers that are stored as ELEMENT; what is not used is not
     computed."""
     if ACTIVATION == "gelu":
-        if ELEMENT == tl.float64:
+        if tl.float64 == ELEMENT:
             cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
             value = z * cumulative
             slope = cumulative + z * (tl.exp(-0.5 * z * z) * 0.3989422804014327)
         else:
-            value, slope = _gelu(z, ELEMENT == tl.float32)
+            value, slope = _gelu(z, tl.float32 == ELEMENT)
     elif ACTIVATION == "gelu_tanh":
         near = tl.minimum(tl.maximum(z, -40.0), 40.0)  # beyond: 0 and 1, and z^3 can't overflow
         near = tl.where(z != z, z, near)  # minimum and maximum give the number beside a nan
