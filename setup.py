@@ -98,7 +98,30 @@ def wants_cuda(torch: Path) -> bool:
             "PYOPS_CUDA=OFF."
         )
     cuda_torch = any((torch / "lib").glob("libtorch_cuda.*"))
-    return choice == "ON" or (choice == "AUTO" and nvcc is not None and cuda_torch)
+    wanted = choice == "ON" or (choice == "AUTO" and nvcc is not None and cuda_torch)
+    if wanted:
+        check_cuda_versions(torch, os.environ.get("CUDACXX") or str(nvcc))
+    return wanted
+
+
+def check_cuda_versions(torch: Path, nvcc: str) -> None:
+    """BuildError where nvcc and torch are of different major versions of CUDA: kernels of CUDA 13
+    find a driver too old that torch for CUDA 12 runs on, at the first step of a training."""
+    of_torch = re.search(r"^cuda\b[^=]*= '(\d+)", _text(torch / "version.py"), re.MULTILINE)
+    said = ""
+    with contextlib.suppress(OSError):
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    of_nvcc = re.search(r"release (\d+)", said)
+    if of_torch and of_nvcc and of_torch.group(1) != of_nvcc.group(1):
+        raise BuildError(
+            f"{nvcc} is of CUDA {of_nvcc.group(1)} and the torch in {torch} of CUDA "
+            f"{of_torch.group(1)}: on a driver for the older one the kernels would not run. Name "
+            f"an nvcc of CUDA {of_torch.group(1)} with CUDACXX=..., or set PYOPS_CUDA=OFF."
+        )
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-__all__ = ["Compiled", "Machine", "compile_launches", "machine_code"]
+__all__ = ["Compiled", "Machine", "compile_launches", "machine_code", "variants"]
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -42,13 +42,30 @@ class Compiled:
     cubin: bytes
 
 
+Launch = tuple[JITFunction, dict[str, Any], tuple[int, ...]]
+
+
 def compile_launches(call: Callable[[], object]) -> list[Compiled]:
     """Run `call` with every Triton launch recorded in place of run, and compile each for sm_90.
 
     Tensors may be on the CPU or have no memory at all ("meta"): only their dtypes and addresses are
     looked at.
     """
-    launched = []
+    return [_compiled(*launch) for launch in _launches(call)]
+
+
+def variants(call: Callable[[], object]) -> set[str]:
+    """What Triton would compile for the launches of `call`: one text for each kernel of its own."""
+    found = set()
+    for kernel, arguments, _ in _launches(call):
+        options, signature, constants, divisible = _specialised(kernel, arguments)
+        texts = (kernel.fn.__name__, options, signature, constants, sorted(divisible))
+        found.add(repr(texts))
+    return found
+
+
+def _launches(call: Callable[[], object]) -> list[Launch]:
+    launched: list[Launch] = []
 
     def record(
         self: JITFunction, *args: object, grid: tuple[int, ...], warmup: bool, **kwargs: object
@@ -57,15 +74,23 @@ def compile_launches(call: Callable[[], object]) -> list[Compiled]:
 
     with mock.patch.object(JITFunction, "run", record):
         call()
-    return [_compiled(*launch) for launch in launched]
+    return launched
 
 
-def _compiled(kernel: JITFunction, arguments: dict[str, Any], grid: tuple[int, ...]) -> Compiled:
+def _specialised(
+    kernel: JITFunction, arguments: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """Options of the compiler, types, constants, and which arguments are known to be divisible by
+    16, all by the rules of a launch; takes the options out of `arguments`."""
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
-    fixed = {p.name for p in kernel.params if p.is_constexpr} | {
-        name for name, value in arguments.items() if value is None
+    general = {p.name for p in kernel.params if p.do_not_specialize}
+    fixed = {p.name for p in kernel.params if p.is_constexpr}
+    fixed |= {name for name, value in arguments.items() if value is None}
+    fixed |= {
+        name
+        for name, value in arguments.items()
+        if type(value) is int and value == 1 and name not in general
     }
-    fixed |= {name for name, value in arguments.items() if type(value) is int and value == 1}
     signature = {
         name: "constexpr" if name in fixed else mangle_type(arguments[name])
         for name in kernel.arg_names
@@ -74,8 +99,13 @@ def _compiled(kernel: JITFunction, arguments: dict[str, Any], grid: tuple[int, .
     divisible = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if name not in fixed and _by_16(arguments[name])
+        if name not in fixed | general and _by_16(arguments[name])
     }
+    return options, signature, dict(sorted(constants.items())), divisible
+
+
+def _compiled(kernel: JITFunction, arguments: dict[str, Any], grid: tuple[int, ...]) -> Compiled:
+    options, signature, constants, divisible = _specialised(kernel, arguments)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     programs = 1

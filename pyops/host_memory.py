@@ -8,10 +8,15 @@ container or a job.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["free_memory", "total_memory"]
+import torch
+from torch import Tensor
+
+__all__ = ["free_memory", "paged_empty", "pinned_empty", "total_memory"]
 
 # Where groups are mounted, and of each its limit, what is in use, and the part of it that is given
 # back when memory is needed.
@@ -48,6 +53,50 @@ def total_memory(root: Path | str = "/") -> int:
     """
     root = Path(root)
     return min([_of_machine(root, "MemTotal"), *(limit for limit, _ in _groups(root))])
+
+
+def paged_empty(nbytes: int) -> Tensor:
+    """Fresh host memory, uint8 [at least nbytes], whose first use costs a page fault for 2 MiB, not
+    for 4 KiB, where the system can."""
+    return torch.frombuffer(_huge_pages(mmap.mmap(-1, max(1, nbytes))), dtype=torch.uint8)
+
+
+def pinned_empty(nbytes: int) -> Tensor:
+    """Uninitialised uint8 [nbytes] of host memory that begins at a page and is pinned.
+
+    torch.empty(pin_memory=True) takes the next power of two: 32 GiB for 18 GB.
+
+    Raises:
+        RuntimeError: where CUDA pins no more.
+    """
+    memory = _PinnedPages(-1, max(1, nbytes))
+    whole = torch.frombuffer(_huge_pages(memory), dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(whole), 0)
+    if int(error):
+        raise RuntimeError(
+            f"CUDA could not pin {nbytes} bytes of host memory: error {int(error)}; ask for less"
+        )
+    memory.address = whole.data_ptr()
+    return whole[:nbytes]
+
+
+class _PinnedPages(mmap.mmap):
+    """Pages that CUDA knows of until they go."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            with contextlib.suppress(Exception):  # the interpreter may be at its end
+                torch.cuda.synchronize()  # copies may still be under way
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def _huge_pages(memory: mmap.mmap) -> mmap.mmap:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _of_machine(root: Path, key: str) -> int:

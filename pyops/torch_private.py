@@ -32,7 +32,6 @@ __all__ = [
     "group_timeout",
     "has_dispatch_kernel",
     "has_hooks",
-    "has_symmetric_memory",
     "in_autograd_node",
     "in_backward",
     "is_traceable_wrapper_subclass",
@@ -43,8 +42,10 @@ __all__ = [
     "preserve_version_counter",
     "set_group_timeout",
     "set_timeout",
+    "share_symmetric_memory",
     "storage_address",
     "storage_use_count",
+    "symmetric_memory",
     "tensor_hooks",
     "unscale_and_check_finite",
     "without_torch_function",
@@ -234,8 +235,16 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> 
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def has_symmetric_memory(group: dist.ProcessGroup) -> bool:
-    """Whether symmetric memory was enabled for the group, which fused collectives need."""
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+def symmetric_memory(device: torch.device) -> Tensor:
+    """A few bytes that the ranks of a host could map of each other; an error of any kind where this
+    torch or this device has no such memory."""
+    from torch.distributed import _symmetric_memory
 
-    return bool(is_symm_mem_enabled_for_group(group.group_name))
+    return _symmetric_memory.empty(16, dtype=torch.uint8, device=device)
+
+
+def share_symmetric_memory(memory: Tensor, group: dist.ProcessGroup) -> None:
+    """Map each other's memory, a collective; an error of any kind where that can't be done."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.rendezvous(memory, group)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
-from pyops.host_memory import free_memory, total_memory
+from pyops.host_memory import free_memory, pinned_empty, total_memory
+from pyops.offload.async_file import aligned_empty
 
 pytestmark = pytest.mark.cpu_only
 
@@ -67,3 +72,44 @@ def test_no_limit(tmp_path):
     assert free_memory(tmp_path) == 1000 * MIB
     assert total_memory(tmp_path) == 2000 * MIB
     assert total_memory() >= free_memory() > 0
+
+
+def test_pinned_memory_is_as_large_as_asked_for(monkeypatch):
+    """Not the next power of two, and CUDA hears of its end before it goes."""
+
+    class Runtime:
+        def __init__(self):
+            self.pinned, self.log = {}, []
+
+        def cudaHostRegister(self, address, nbytes, flags):
+            self.pinned[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address):
+            with open("/proc/self/maps") as file:
+                assert any(int(line.split("-")[0], 16) <= address for line in file)
+            ctypes.string_at(address, 1)  # it must still be there
+            self.log.append(self.pinned.pop(address))
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.log.append("waited"))
+    nbytes = (5 << 20) + 4096
+    for make in (pinned_empty, lambda n: aligned_empty(n, pin_memory=True)):
+        memory = make(nbytes)
+        assert memory.shape == (nbytes,)
+        assert memory.data_ptr() % 4096 == 0
+        assert list(runtime.pinned.values()) == [nbytes]
+        view = memory[4096:].view(torch.float32)
+        del memory
+        gc.collect()
+        assert runtime.pinned
+        view.fill_(1.0)
+        del view
+        gc.collect()
+        assert runtime.log == ["waited", nbytes]
+        runtime.log.clear()
+    refused = types.SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refused)
+    with pytest.raises(RuntimeError, match=f"could not pin {nbytes} bytes .* error 2"):
+        pinned_empty(nbytes)

@@ -63,10 +63,12 @@ PYOPS_EVERYWHERE int row_of(const First& first, int rows, int64_t chunk, const V
 }
 
 // How many elements `address` lies beyond the last pack boundary, 0 <= n < pack; -1 if it is no
-// multiple of `bytes`.
+// multiple of `bytes`: 2, 4 or 8. `pack` is a power of two, everywhere.
 PYOPS_EVERYWHERE int misalignment(const void* address, int bytes, int pack) {
     const auto at = reinterpret_cast<uintptr_t>(address);
-    return at % bytes ? -1 : static_cast<int>(at / bytes % pack);
+    // Powers of two, which the compiler can't know: it would call a division of 64 bits.
+    const int shift = bytes == 8 ? 3 : bytes == 4 ? 2 : 1;
+    return at & (bytes - 1) ? -1 : static_cast<int>(at >> shift) & (pack - 1);
 }
 
 // The misalignment that operands share; -1 if they don't, or once one is -1. A null operand has
@@ -76,7 +78,7 @@ PYOPS_EVERYWHERE int shared_misalignment(int so_far, const void* address, int by
 }
 
 // Elements before the first pack boundary.
-PYOPS_EVERYWHERE int head_of(int misaligned, int pack) { return (pack - misaligned) % pack; }
+PYOPS_EVERYWHERE int head_of(int misaligned, int pack) { return (pack - misaligned) & (pack - 1); }
 
 // Elements of the row's chunk number `index`. Chunk boundaries are shifted by the head, so that
 // packs stay in line.
@@ -89,7 +91,7 @@ PYOPS_EVERYWHERE Range elements_of(int64_t index, int64_t numel, int64_t chunk, 
 // The whole packs of a range whose first `head` elements precede the first pack.
 PYOPS_EVERYWHERE Range packs_of(Range range, int head, int pack) {
     const int64_t begin = range.begin + head < range.end ? range.begin + head : range.end;
-    return {begin, begin + (range.end - begin) / pack * pack};
+    return {begin, begin + ((range.end - begin) & ~static_cast<int64_t>(pack - 1))};
 }
 
 // Visits the packs of N, split over `threads` threads: `many(i)` for UNROLL packs at i, i + threads

@@ -30,8 +30,9 @@ public:
     const Family& family;
 
     void place(const Tensor& t, const char* name) const {
-        require(t.is_cuda() == on_cuda, "pyops::", op, ": ", name,
-                " is on another device; move it");
+        if (on_cuda && t.is_cuda() && device < 0) device = t.get_device_index();
+        require(t.is_cuda() == on_cuda && (!on_cuda || t.get_device_index() == device),
+                "pyops::", op, ": ", name, " is on another device; move it");
         require(t.is_contiguous(), "pyops::", op, ": ", name, " must be contiguous, got ",
                 Shape{t});
     }
@@ -91,6 +92,9 @@ public:
         require(false, "pyops::", op, ": ", family.what, " must be one of ", all, ", got ", name);
         return -1;
     }
+
+private:
+    mutable int device = -1;  // of the first CUDA tensor that was looked at
 };
 
 using OptionalTensor = std::optional<Tensor>;

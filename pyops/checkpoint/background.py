@@ -11,9 +11,7 @@ is raised by the next `save` or `wait`, on all ranks alike.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import threading
 import time
@@ -31,6 +29,7 @@ from pyops.checkpoint.format.manifest import CheckpointError
 from pyops.checkpoint.format.tensor_file import Content
 from pyops.checkpoint.writing import Plan, commit, discard, prepare, refusal, write
 from pyops.comm.agreement import agree
+from pyops.host_memory import paged_empty, pinned_empty
 
 __all__ = ["BackgroundSaver"]
 
@@ -56,11 +55,7 @@ class _Copies:
         on_cuda = any(isinstance(tensor, Tensor) and tensor.is_cuda for _, _, tensor, _ in places)
         if len(self._buffer) < end or (on_cuda and not self._buffer.is_pinned()):
             self.release()
-            self._buffer = (
-                torch.empty(end, dtype=torch.uint8, pin_memory=True, device="cpu")
-                if on_cuda
-                else _huge_pages(end)
-            )
+            self._buffer = pinned_empty(end) if on_cuda else paged_empty(end)
         for tensors, name, content, start in places:
             flat = self._buffer[start : start + _nbytes(content)]
             copy = flat.view(content.dtype).view(tuple(content.shape))
@@ -85,16 +80,6 @@ class _Copies:
 
 def _nbytes(content: Content) -> int:
     return prod(content.shape) * content.dtype.itemsize
-
-
-def _huge_pages(nbytes: int) -> Tensor:
-    """Fresh host memory whose first use costs a page fault for 2 MiB, not for 4 KiB, where the
-    system can."""
-    memory = mmap.mmap(-1, max(1, nbytes))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Save:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.host_memory import pinned_empty
 from pyops.ops.library import native
 from pyops.ops.memory import memory_problem
 
@@ -29,7 +30,9 @@ PAGE = 4096
 def aligned_empty(nbytes: int, *, pin_memory: bool = False) -> Tensor:
     """Uninitialised uint8 [nbytes] in host memory whose address O_DIRECT takes: nothing goes
     through a bounce buffer."""
-    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
+    if pin_memory:
+        return pinned_empty(nbytes)
+    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % PAGE
     return whole[start : start + nbytes]
 

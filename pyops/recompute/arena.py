@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Arena:
             )
         self._arena = module.Arena(nbytes)
         self.nbytes: int = self._arena.bytes
+        self._copies: list[Any] = []
         if pin_memory:
             error = torch.cuda.cudart().cudaHostRegister(self._arena.address, self.nbytes, 0)
             if int(error):
@@ -78,6 +80,16 @@ class Arena:
                 f"and {dtype} takes {nbytes}; make the arena larger"
             )
         return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+    def copying_until(self, event: Any) -> None:
+        """A copy from or to a tensor of the arena is under way on a CUDA stream until `event`."""
+        self._copies = [*self.copies(), event]
+
+    def copies(self) -> list[Any]:
+        """Events of copies that are still under way. The tensor of one may be gone, and its memory
+        another tensor's: whatever writes there has to wait for them."""
+        self._copies = [event for event in self._copies if not event.query()]
+        return self._copies
 
     def defragment(self) -> int:
         """Make what is free one piece, and return its bytes. Tensors and views keep contents and

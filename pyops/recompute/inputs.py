@@ -94,17 +94,27 @@ class Keeping:
             part = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu")
         else:
             return flat.clone(), None
+        before = self.arena.copies() if self.arena is not None else []
         if part.device == flat.device:
+            for event in before:
+                event.synchronize()
             return part.copy_(flat), None
         # To the host beside what the device goes on to compute, and from a copy: the input may be
         # changed in place meanwhile.
         flat = flat.clone()
         stream = torch.cuda.Stream(flat.device)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
+        for event in before:  # from or to a tensor whose memory this one may have now
+            stream.wait_event(event)
         with torch.cuda.stream(stream):
             part.copy_(flat, non_blocking=True)
         flat.record_stream(stream)
-        return part, stream.record_event()
+        return part, self._noted(stream.record_event())
+
+    def _noted(self, event: Any) -> Any:
+        if self.arena is not None:
+            self.arena.copying_until(event)
+        return event
 
     def unpack(self, kept: Kept | Tensor) -> Tensor:
         """The input as it was: values, shape, strides, device. With a group: a collective."""
@@ -116,6 +126,7 @@ class Keeping:
                 torch.cuda.current_stream(kept.device).wait_event(kept.ready)
             if part.device != kept.device:
                 part = part.to(kept.device, non_blocking=True)
+                self._noted(torch.cuda.current_stream(kept.device).record_event())
             if self.group is not None:
                 part = all_gather(part, group=self.group, length=kept.shape.numel(), label=LABEL)
             return part.as_strided(kept.shape, kept.strides)
@@ -132,13 +143,14 @@ class Keeping:
                 stream.wait_event(kept.ready)
             with torch.cuda.stream(stream):
                 there = part.to(kept.device, non_blocking=True)
+                event = self._noted(stream.record_event())
                 if self.group is not None:
                     if "nccl" not in str(
                         dist.get_backend(self.group)
                     ):  # which itself waits for this stream
                         stream.synchronize()
                     return _gather(there, self.group, numel)
-                return StreamWork(there, stream.record_event())
+                return StreamWork(there, event)
 
     @staticmethod
     def arrived(kept: Kept, work: Work) -> Tensor:

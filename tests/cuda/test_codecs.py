@@ -343,3 +343,23 @@ def test_one_scale_for_a_whole_tensor(kernels, dtype):
             torch.testing.assert_close(
                 total, onebit.onebit_norm_reference(x, error), rtol=1e-13, atol=0
             )
+
+
+def test_operands_of_two_devices_are_refused(emulated):
+    """With a tensor that says of itself where it is, in the place of torch's."""
+    error_of = emulated("codec_devices").error_of
+    error_of.restype = ctypes.c_char_p
+    one_encoded, rows_encoded = -1, 0
+    for rows in (one_encoded, rows_encoded):
+        assert error_of(0, 0, 0, 0, rows) is None
+        for operands, name in (
+            ((0, 1, 0, 0), "a payload"),
+            ((0, 0, 1, 0), "error"),
+            ((0, 0, 0, 1), "flag"),
+            ((0, 0, -1, 0), "error"),
+        ):
+            text = error_of(*operands, rows)
+            assert text is not None
+            assert f"{name} is on another device" in text.decode(), operands
+    assert error_of(1, 1, 1, 1, one_encoded) is None
+    assert "a payload is on another device" in error_of(0, 0, 0, 0, 1).decode()

@@ -15,6 +15,7 @@ from pyops.offload import Offloaded
 from pyops.ops.library import native
 from pyops.optim import SGD, AdamW
 from pyops.recompute import Arena, Prefetch, checkpoint
+from pyops.recompute.inputs import Keeping
 from tests.conftest import DEVICE
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, rows
@@ -36,6 +37,53 @@ def _busy(device: torch.device) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # recompute
+
+
+class Flight:
+    """A copy that is under way as long as nobody waits for it."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.over = log, False
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.log.append(self)
+
+
+def test_memory_of_an_arena_is_not_written_while_a_copy_of_it_is_under_way(device, monkeypatch):
+    """An input that is dropped without a backward gives its memory away at once."""
+    arena = Arena(1 << 20, pin_memory=True)
+    keeping = Keeping(offload=True, arena=arena)
+    x, waited = torch.arange(1000.0, device=device), list[Any]()
+    down, up = Flight(waited), Flight(waited)
+    wait = torch.cuda.Stream.wait_event
+    monkeypatch.setattr(
+        torch.cuda.Stream,
+        "wait_event",
+        lambda self, event: (
+            waited.append(event) if isinstance(event, Flight) else wait(self, event)
+        ),
+    )
+    kept = keeping.pack(x)
+    assert keeping.unpack(kept).equal(x)
+    assert len(arena._copies) >= 1
+    torch.cuda.synchronize()
+    assert arena.copies() == []
+    arena.copying_until(down)
+    arena.copying_until(up)
+    place = kept.part.data_ptr()
+    del kept
+    again = keeping.pack(x + 1)
+    assert again.part.data_ptr() == place
+    assert waited == [down, up]
+    keeping.pack(torch.ones(3))  # written by the host, which has to wait
+    assert waited == [down, up] * 2
+    down.over = up.over = True
+    waited.clear()
+    assert keeping.unpack(keeping.pack(x)).equal(x)
+    assert waited == []
 
 
 def _gradients(device: torch.device, **options: Any) -> list[Tensor]:

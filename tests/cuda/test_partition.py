@@ -41,7 +41,11 @@ def test_every_element_is_visited_once(tmp_path: Path):
     [
         ("i < packs.end; i += stride", "i + stride < packs.end; i += stride", "never visited"),
         ("index == 0 ? 0 : index * chunk + head", "index * chunk", "visited twice"),
-        ("return (pack - misaligned) % pack", "return misaligned % pack", "out of line"),
+        (
+            "return (pack - misaligned) & (pack - 1)",
+            "return misaligned & (pack - 1)",
+            "out of line",
+        ),
         ("(cta + 1) * here / ctas", "(cta + 1) * here / ctas - (cta == 1)", "never visited"),
         ("<= chunk", "< chunk", "chunk beyond its row"),
     ],

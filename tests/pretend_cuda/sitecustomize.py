@@ -211,6 +211,20 @@ def _nccl() -> None:
             except RuntimeError:
                 register(self, type(device)("cpu"), kind, backend)
 
+    def averaging(real: Any) -> Any:
+        """Gloo has no average: the tensors are scaled before they are added, as NCCL does it."""
+
+        def call(*tensors: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
+            if op == dist.ReduceOp.AVG:
+                *out, scaled = tensors
+                divided = scaled.div(dist.get_world_size(group))
+                tensors, op = (*out, divided if out else scaled.copy_(divided)), dist.ReduceOp.SUM
+            return real(*tensors, op=op, group=group, **more)
+
+        return call
+
+    for name in ("all_reduce", "reduce_scatter_tensor"):
+        setattr(dist, name, averaging(getattr(dist, name)))
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
     c10d._NCCL_AVAILABLE = True
     dist.ProcessGroup._register_backend = register_backend

@@ -202,6 +202,31 @@ def test_cuda_is_chosen_by_what_is_installed(tmp_path: Path):
     )
 
 
+def test_nvcc_and_torch_are_of_one_cuda(tmp_path: Path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    ask = "from pathlib import Path\nprint(setup['wants_cuda'](Path({!r})))"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for number, text in (
+        ("12", "cuda: Optional[str] = '12.8'\n"),
+        ("13", "cuda = '13.0'\n"),
+        ("none", "cuda: Optional[str] = None\n"),
+    ):
+        (tmp_path / number / "lib").mkdir(parents=True)
+        (tmp_path / number / "lib" / "libtorch_cuda.so").touch()
+        (tmp_path / number / "version.py").write_text(f"__version__ = '2.13.0'\n{text}")
+        for choice in ("AUTO", "ON"):
+            done = run_setup(then=ask.format(str(tmp_path / number)), PYOPS_CUDA=choice, PATH=path)
+            if number != "12":
+                assert done.stdout.split()[-1] == "True", done.stderr
+                continue
+            message = one_paragraph(done)
+            assert "of CUDA 13" in message
+            assert "of CUDA 12" in message
+            assert "CUDACXX" in message
+
+
 @pytest.mark.slow
 def test_install_without_kernels(tmp_path: Path):
     """A wheel built with PYOPS_NO_EXT=1 holds no binary, imports, and steps in plain torch."""

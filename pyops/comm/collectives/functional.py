@@ -9,15 +9,13 @@ before anything is changed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.collectives import ring, two_shot
+from pyops.comm.collectives import native, ring, two_shot
 from pyops.comm.collectives.arithmetic import (
     check_reducible,
     row_starts,
@@ -26,7 +24,6 @@ from pyops.comm.collectives.arithmetic import (
 )
 from pyops.comm.collectives.call_options import CallDetails, CallOptions, SliceDetails
 from pyops.comm.collectives.communicator import ALGORITHMS, Communicator
-from pyops.comm.failure import PeerError
 from pyops.mesh import ProcessGroupLike
 from pyops.ops.memory import require_memory
 
@@ -51,9 +48,10 @@ def all_reduce(
     """Replace `tensor` by its sum, or mean, over the ranks of `group`, in place. Collective: every
     rank must call it, with a tensor of the same size and dtype.
 
-    16-bit floats are summed in fp32 and rounded once, at the end (except by "native"); a mean
-    divides before that rounding. Integers wrap, bool is a logical or. The result has the same bits
-    on all ranks, and they don't depend on timing or run.
+    16-bit floats are summed in fp32 and rounded once, at the end (except by "native", which "auto"
+    takes on CUDA: NCCL rounds every partial sum); a mean divides before that rounding, and on NCCL
+    before it adds, so that it overflows nowhere. Integers wrap, bool is a logical or. The result
+    has the same bits on all ranks, and they don't depend on timing or run.
 
     Args:
         tensor: of any shape and any dtype that has a sum, dense, on the CPU or on CUDA.
@@ -134,8 +132,7 @@ def _reduce(
         return
     if chosen == "native":
         comm.count(2 * _others_share(comm, flat))
-        _native(comm, lambda: dist.all_reduce(flat, group=comm.group))
-        scale_in_place(flat, scale=scale)
+        native.all_reduce(comm, flat, scale=scale)
         return
     if not flat.is_cuda:
         details = (chosen, scale, segment, offset)
@@ -234,14 +231,7 @@ def _reduce_scatter(
         return
     if chosen == "native":
         comm.count(_others_share(comm, flat))
-        parts = [flat[a:b] for a, b in itertools.pairwise(starts)]
-        if any(len(part) != len(parts[0]) for part in parts):  # backends want equal parts
-            total = flat.clone()
-            _native(comm, lambda: dist.all_reduce(total, group=comm.group))
-            out.copy_(total[starts[comm.rank] : starts[comm.rank + 1]])
-        else:
-            _native(comm, lambda: dist.reduce_scatter_tensor(out, flat, group=comm.group))
-        scale_in_place(out, scale=scale)
+        native.reduce_scatter(comm, flat, out, starts=starts, scale=scale)
         return
     if not flat.is_cuda:
         comm.agree(
@@ -347,14 +337,7 @@ def _all_gather(
     if chosen == "shared_memory":
         comm.shared_memory().all_gather(x, out, starts=starts, spins=spins)
     elif chosen == "native":
-        parts = [out[a:b] for a, b in itertools.pairwise(starts)]
-        longest = max(len(part) for part in parts)
-        padded = [x.new_empty(longest) for _ in parts]
-        sent = x.new_zeros(longest)
-        sent[: len(x)].copy_(x)
-        _native(comm, lambda: dist.all_gather(padded, sent, group=comm.group))
-        for part, row in zip(parts, padded, strict=True):
-            part.copy_(row[: len(part)])
+        native.all_gather(comm, x, out, starts=starts)
     else:
         if not x.is_cuda:
             comm.agree(
@@ -375,13 +358,6 @@ def gather_bytes(
     """`all_gather` of flat uint8 tensors into `out`, cut at `starts`, for a call that `comm` is
     running already."""
     _all_gather(comm, x, out, starts, "auto", SEGMENT_BYTES, spins)
-
-
-def _native(comm: Communicator, function: Callable[[], Any]) -> None:
-    try:
-        function()
-    except RuntimeError as error:
-        raise PeerError(-1, error) from error
 
 
 def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written: bool) -> int:

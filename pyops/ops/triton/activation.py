@@ -70,9 +70,10 @@ def _gradients(kernel, dy, x, bias, columns, activation, bias_grad):
         activation,
         row_tile=1,
         num_rows=rows,
+        tiles=tiles,
+        maxnreg={2: 96, 4: 80}.get(x.element_size()),  # five or six CTAs, not now and then four
         HAS_BIAS=bias is not None,
         BIAS_GRAD=bias_grad,
-        TILES=tiles,
     )
     return dx, column_sum(partial, dtype=x.dtype) if bias_grad else x.new_empty(0)
 
@@ -98,22 +99,85 @@ def _launch(
 
 
 @triton.jit
-def _act(z, ACTIVATION: tl.constexpr):
-    """act(z) and act'(z); what is not used is not computed."""
+def _normal_tail(a, FINE: tl.constexpr):
+    """Phi(-a) and the density there, 0 <= a <= 14.3: the bell times the Mills ratio, by the
+    polynomials of csrc/math/activation.h."""
+    v = a * a
+    if FINE:  # exp(-v / 2) in two factors: a product of v alone would round away digits of it
+        n = (v * -0.72134752 + 12582912.0) - 12582912.0  # 1.5 2^23: rounds to a whole number
+        r = (v * -0.5 - n * 0.693359375) + n * 2.12194440e-4
+        e = tl.exp2(r * 1.44269504) * tl.exp2(n)
+    else:
+        e = tl.exp2(v * -0.72134752)
+    w = 1.0 / (a + 3.0)
+    if FINE:
+        m = 286.153856 * w - 291.421025
+        m = m * w + 70.1957877
+        m = m * w + 3.02559837
+        m = m * w + 7.94888675
+        m = m * w + 3.15222479
+        m = m * w + 1.19792495
+        m = m * w + 3.98929489e-1
+    else:
+        m = -38.4468233 * w + 19.3088528
+        m = m * w + 7.81941892
+        m = m * w + 2.92753382
+        m = m * w + 1.21983586
+        m = m * w + 3.98308253e-1
+    return e * (w * m), e * 0.39894228
+
+
+@triton.jit
+def _gelu(z, FINE: tl.constexpr):
+    """z Phi(z) = max(z, 0) - |z| Phi(-|z|): a small Phi keeps its digits, which 1 + erf loses."""
+    a = tl.where(tl.abs(z) > 14.3, 14.3, tl.abs(z))  # beyond, the tail is 0; a nan stays
+    q, density = _normal_tail(a, FINE)
+    # |z|, of a large positive z its bound: an overflow does not pass for a 0.
+    value = tl.where(z > 0.0, z, 0.0) - tl.where(z > 0.0, a, tl.abs(z)) * q
+    rest = q - a * density  # the slope at -a
+    slope = tl.where(z < 0.0, rest, 1.0 - rest)
+    if FINE:  # where Phi is near 1/2: 1/2 + z p(z^2)
+        v = a * a
+        p = -7.66467825e-6 * v + 1.13512653e-4
+        p = p * v - 1.18635306e-3
+        p = p * v + 9.97333172e-3
+        p = p * v - 6.6490361e-2
+        p = p * v + 3.9894228e-1
+        value = tl.where(a < 1.0, v * p + 0.5 * z, value)
+        slope = tl.where(a < 1.0, z * (p + density) + 0.5, slope)
+    return value, slope
+
+
+@triton.jit
+def _sigmoid(x):
+    """s = 1 / (1 + exp(-x)) and 1 - s, which keeps its digits where s is close to 1."""
+    e = tl.exp(-x)
+    s = 1.0 / (1.0 + e)
+    return s, tl.where(e > 1e38, 1e38, e) * s  # where e is infinite, s is 0
+
+
+@triton.jit
+def _act(z, ACTIVATION: tl.constexpr, ELEMENT: tl.constexpr):
+    """act(z) and act'(z) of numbers that are stored as ELEMENT; what is not used is not
+    computed."""
     if ACTIVATION == "gelu":
-        cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-        value = z * cumulative
-        slope = cumulative + z * (tl.exp(-0.5 * z * z) * 0.3989422804014327)
+        if tl.float64 == ELEMENT:
+            cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+            value = z * cumulative
+            slope = cumulative + z * (tl.exp(-0.5 * z * z) * 0.3989422804014327)
+        else:
+            value, slope = _gelu(z, tl.float32 == ELEMENT)
     elif ACTIVATION == "gelu_tanh":
         near = tl.minimum(tl.maximum(z, -40.0), 40.0)  # beyond: 0 and 1, and z^3 can't overflow
         near = tl.where(z != z, z, near)  # minimum and maximum give the number beside a nan
-        s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * near * near)))
+        square = near * near
+        s, rest = _sigmoid(1.5957691216057308 * near * (1.0 + 0.044715 * square))
         value = z * s
-        slope = s + near * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+        slope = s + near * (s * rest) * 1.5957691216057308 * (1.0 + 0.134145 * square)
     elif ACTIVATION == "silu":
-        s = 1.0 / (1.0 + tl.exp(-z))
+        s, rest = _sigmoid(z)
         value = z * s
-        slope = s * (1.0 + z * (1.0 - s))
+        slope = s * (1.0 + z * rest)
     else:
         value = tl.where(z > 0.0, z, tl.where(z != z, z, 0.0))
         slope = tl.where(z <= 0.0, 0.0, 1.0)
@@ -155,7 +219,8 @@ def _forward(
     row = first * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * columns + column[None, :]
-    value, _ = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
+    z = _plus(x, bias, at, column, inside, columns, HAS_BIAS, C)
+    value, _ = _act(z, ACTIVATION, x.dtype.element_ty)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -176,7 +241,8 @@ def _gated_forward(
     row = first * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * (2 * columns) + column[None, :]
-    gate, _ = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
+    z = _plus(x, bias, at, column, inside, columns, HAS_BIAS, C)
+    gate, _ = _act(z, ACTIVATION, x.dtype.element_ty)
     up = _plus(
         x + columns, bias + columns if HAS_BIAS else bias, at, column, inside, columns, HAS_BIAS, C
     )
@@ -196,24 +262,26 @@ def _backward(
     partial,
     rows,
     columns,
+    tiles,
     ACTIVATION: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     block, column = _place(columns, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    tl.assume(tiles > 0)
+    for t in range(0, tiles):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
         gradient = tl.load(dy + at, mask=inside, other=0.0).to(
             C
         )  # before the arithmetic, which it would wait behind
-        _, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
+        z = _plus(x, bias, at, column, inside, columns, HAS_BIAS, C)
+        _, slope = _act(z, ACTIVATION, x.dtype.element_ty)
         gradient *= slope
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
         total += gradient
@@ -230,18 +298,19 @@ def _gated_backward(
     partial,
     rows,
     columns,
+    tiles,
     ACTIVATION: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     block, column = _place(columns, ROWS, COLUMNS)
     gates, ups = tl.zeros([ROWS, COLUMNS], dtype=C), tl.zeros([ROWS, COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    tl.assume(tiles > 0)
+    for t in range(0, tiles):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * (2 * columns) + column[None, :]
         gradient = tl.load(
@@ -257,7 +326,8 @@ def _gated_backward(
             HAS_BIAS,
             C,
         )
-        value, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
+        z = _plus(x, bias, at, column, inside, columns, HAS_BIAS, C)
+        value, slope = _act(z, ACTIVATION, x.dtype.element_ty)
         dgate, dup = gradient * up * slope, gradient * value
         tl.store(dx + at, dgate.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + at + columns, dup.to(dx.dtype.element_ty), mask=inside)

@@ -40,7 +40,6 @@ def column_sum(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
                 out,
                 blocks,
                 columns,
-                TILES=triton.cdiv(blocks, ROWS),
                 ROWS=ROWS,
                 COLUMNS=COLUMNS,
             )
@@ -48,12 +47,10 @@ def column_sum(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _column_sum(
-    partial, out, blocks, columns, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _column_sum(partial, out, blocks, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=partial.dtype.element_ty)
-    for t in range(0, TILES):
+    for t in tl.range(0, tl.cdiv(blocks, ROWS), loop_unroll_factor=4):
         block = t * ROWS + tl.arange(0, ROWS)
         inside = (block < blocks)[:, None] & (column < columns)[None, :]
         total += tl.load(

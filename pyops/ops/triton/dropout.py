@@ -13,6 +13,7 @@ four elements come from two blocks.
 from __future__ import annotations
 
 import math
+import struct
 
 import numpy as np
 import torch
@@ -72,8 +73,8 @@ def bias_dropout_add_backward(
                 partial,
                 rows,
                 columns,
+                tiles,
                 C=computed_in(source),
-                TILES=tiles,
                 ROWS=ROWS,
                 COLUMNS=COLUMNS,
             )
@@ -112,13 +113,18 @@ def _apply(
             row_stride,
             across,
             1 if bias is None else bias.shape[0],
+            math.ceil(float(np.float32(p)) * 2**24),
+            _bits(1.0 / (1.0 - p) if p < 1.0 else 0.0),
             C=computed_in(x),
             DROPS=drops,
-            LEAST=math.ceil(float(np.float32(p)) * 2**24),
-            SCALE=1.0 / (1.0 - p) if p < 1.0 else 0.0,
             BLOCKS=BLOCKS,
         )
     return out
+
+
+def _bits(x: float) -> int:
+    """A float64 as a whole number: a kernel's argument that is a float has 32 bits only."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 @triton.jit
@@ -159,7 +165,7 @@ def _words_from(key, index, BLOCKS: tl.constexpr):
     return w0, w1, w2, w3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["least", "scale_bits"])  # one kernel for a schedule of p
 def _combine(
     x,
     bias,
@@ -171,10 +177,10 @@ def _combine(
     row_stride,
     across,
     columns,
+    least,
+    scale_bits,
     C: tl.constexpr,
     DROPS: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCALE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -198,9 +204,10 @@ def _combine(
         w0, w1, w2, w3 = _words_from(
             tl.load(state), tl.load(state + 1) + line * row_stride + first, BLOCKS
         )
-        low = tl.where(lane == 0, w0[:, None], w1[:, None])
-        word = tl.where(lane < 2, low, tl.where(lane == 2, w2[:, None], w3[:, None]))
-        z = tl.where((word >> 8).to(tl.int32) >= LEAST, z * tl.full([], SCALE, C), 0.0)
+        # Joined and not chosen by lane: Triton 3.6 else lets four threads draw each block.
+        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCKS, 4])
+        scale = scale_bits.to(tl.int64).to(tl.float64, bitcast=True).to(C)
+        z = tl.where((word >> 8).to(tl.int32) >= least, z * scale, 0.0)
     if residual is not None:
         z += tl.load(residual + at, mask=inside, other=0.0).to(C)
     tl.store(out + at, z.to(out.dtype.element_ty), mask=inside)
@@ -212,8 +219,8 @@ def _sum_rows(
     partial,
     rows,
     columns,
+    tiles,
     C: tl.constexpr,
-    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -221,8 +228,8 @@ def _sum_rows(
     block = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    for t in tl.range(0, tiles, loop_unroll_factor=4):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         total += tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(C)
     tl.store(partial + block * columns + column, tl.sum(total, axis=0), mask=column < columns)

@@ -157,7 +157,7 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
         constants["CHUNKS"] == 1 and columns <= widest
     )  # then the sums are taken while the row is there
     blocks, tiles = row_blocks(rows, block=constants["ROWS"] if together else ROWS)
-    sums = weight_grad and together
+    sums, narrow = weight_grad and together, x.dtype != torch.float64
     partial = x.new_empty((vectors, blocks, columns) if weight_grad else 0, dtype=rstd.dtype)
     programs = (
         blocks if sums else triton.cdiv(rows, constants["ROWS"])
@@ -174,9 +174,12 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
             partial,
             rows,
             columns,
+            tiles if sums else 1,
             MORE=dsum is not None,
             SUMS=sums,
-            TILES=tiles if sums else 1,
+            # Two CTAs of 8 warps beside each other: for layer norm the compiler else takes a few
+            # registers more, now and then, which halves what is in flight.
+            maxnreg=128 if offset is None and narrow and constants["num_warps"] == 8 else None,
             **constants,
         )
         if weight_grad and not together:
@@ -188,8 +191,8 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
                 partial,
                 rows,
                 columns,
+                tiles,
                 RMS=constants["RMS"],
-                TILES=tiles,
                 C=constants["C"],
                 ROWS=ROWS,
                 COLUMNS=COLUMNS,
@@ -313,11 +316,11 @@ def _rows_backward(
     partial,
     rows,
     columns,
+    tiles,
     RMS: tl.constexpr,
     OFFSET: tl.constexpr,
     MORE: tl.constexpr,
     SUMS: tl.constexpr,
-    TILES: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -326,8 +329,9 @@ def _rows_backward(
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     of_weight, of_bias = tl.zeros([ROWS, BLOCK], dtype=C), tl.zeros([ROWS, BLOCK], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    tl.assume(tiles > 0)
+    for t in range(0, tiles):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         start, valid = (row * columns)[:, None], (row < rows)[:, None]
         centre, scale = (
             tl.load(mean + row, mask=row < rows, other=0.0),
@@ -384,19 +388,19 @@ def _columns_backward(
     partial,
     rows,
     columns,
+    tiles,
     RMS: tl.constexpr,
-    TILES: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The sums over rows of rows that are too wide for `_rows_backward` to take them: TILES tiles
+    """The sums over rows of rows that are too wide for `_rows_backward` to take them: `tiles` tiles
     of a block of rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     block = tl.program_id(1).to(tl.int64)
     of_weight, of_bias = tl.zeros([ROWS, COLUMNS], dtype=C), tl.zeros([ROWS, COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+    for t in tl.range(0, tiles, loop_unroll_factor=4):
+        row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         centre, scale = (
             tl.load(mean + row, mask=row < rows, other=0.0),
             tl.load(rstd + row, mask=row < rows, other=0.0),

@@ -6,22 +6,24 @@ where the group has that.
     scattered_product    x W^T -> sum over ranks, part by part, as they are ready
                          (row-parallel forward, column-parallel backward)
 
-They are taken under sequence parallelism, for large products, by groups for which symmetric memory
-was enabled with torch.distributed._symmetric_memory.enable_symm_mem_for_group(group.group_name);
-nothing is enabled here. A product is computed in parts and its sum over ranks made in the dtype of
+They are taken under sequence parallelism, for large products, by groups whose ranks can map each
+other's memory: tried once for a group, at its first large product, and taken when all ranks can. A
+product is computed in parts and its sum over ranks made in the dtype of
 the result, so the bits differ from those without: sums of 16-bit parts are left to layers with
 reduce="native".
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pyops.tensor_parallel.functional.ranks import Ranks
-from pyops.torch_private import has_symmetric_memory
+from pyops.torch_private import share_symmetric_memory, symmetric_memory
 
 __all__ = ["LEAST", "fuses", "gathered_products", "scattered_product"]
 
@@ -39,7 +41,38 @@ def fuses(x: Tensor, ranks: Ranks, *, rows: int) -> bool:
         return False
     if rows % ranks.size or rows * x.shape[-1] < LEAST:
         return False
-    return has_symmetric_memory(ranks.process_group)
+    return shares_memory(ranks.process_group, x.device)
+
+
+# What was found, as long as the group lives.
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of the group can map each other's memory. A collective at a group's first
+    call: no rank maps where one can't, and none takes what others do not."""
+    if group not in _found:
+        memory = error = None
+        try:
+            memory = symmetric_memory(device)
+        except Exception as caught:  # of any kind: these names of torch are private
+            error = caught
+        if _all(error is None, group, device):
+            try:
+                assert memory is not None
+                share_symmetric_memory(memory, group)
+            except Exception as caught:
+                error = caught
+            _found[group] = _all(error is None, group, device)
+        else:
+            _found[group] = False
+    return _found[group]
+
+
+def _all(holds: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    held = torch.tensor(int(holds), dtype=torch.int32, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN, group=group)
+    return bool(held.item())
 
 
 def gathered_products(

@@ -66,6 +66,31 @@ def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
         assert_within_roundings(a, e)
 
 
+def test_small_values_keep_their_digits():
+    """Far out, where 1 + erf and 1 - s have none left. The interpreter does not fuse: 2e-5."""
+    z = torch.linspace(-12.0, -3.0, 200).view(4, 50)
+    exact = z.double() * torch.special.erfc(z.double() * -(0.5**0.5)) / 2
+    density = torch.exp(-(z.double() ** 2) / 2) / (2 * torch.pi) ** 0.5
+    one = torch.ones_like(z)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, tolerance = z.to(dtype), 2e-5 if dtype == torch.float32 else 1e-2
+        if dtype == torch.bfloat16:
+            exact = x.double() * torch.special.erfc(x.double() * -(0.5**0.5)) / 2
+            density = torch.exp(-(x.double() ** 2) / 2) / (2 * torch.pi) ** 0.5
+        y = kernels.bias_activation(x, None, activation="gelu")
+        torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=0.0)
+        slope, _ = kernels.bias_activation_backward(
+            one.to(dtype), x, None, activation="gelu", bias_grad=False
+        )
+        expected = exact / x.double() + x.double() * density
+        torch.testing.assert_close(slope.double(), expected, rtol=2 * tolerance, atol=0.0)
+    rest, _ = kernels.bias_activation_backward(one, -z, None, activation="silu", bias_grad=False)
+    s = torch.sigmoid(-z.double())
+    torch.testing.assert_close(
+        rest.double(), s * (1 - z.double() * torch.sigmoid(z.double())), rtol=1e-6, atol=0.0
+    )
+
+
 @pytest.mark.parametrize("name", contract.ACTIVATIONS)
 def test_a_nan_stays_one(name: str):
     """In y and in dx: a minimum or a maximum on the way would swallow it. relu's slope is 1 there,

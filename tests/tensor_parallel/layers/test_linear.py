@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -216,6 +219,48 @@ def test_products_fused_with_their_collective(world):
 def test_products_are_fused_on_large_gpu_tensors_alone():
     ranks = Ranks.of(ALONE)
     assert not symmetric.fuses(torch.empty(0), ranks, rows=1 << 30)
+
+
+def shared(rank: int, group: dist.ProcessGroup) -> list[tuple[bool, int]]:
+    """What ranks find, and how often they mapped memory: with it on all, and with one that has
+    none, or can't map."""
+    found = []
+    for lacks, fails in ((-1, -1), (1, -1), (-1, 0)):
+        mapped = []
+
+        def memory(device: Any, lacks: int = lacks) -> Tensor:
+            if rank == lacks:
+                raise ImportError("no such memory")
+            return torch.empty(16)
+
+        def share(memory: Tensor, group: Any, fails: int = fails, mapped: Any = mapped) -> None:
+            mapped.append(1)
+            if rank == fails:
+                raise RuntimeError("no peer access")
+
+        patched = {"symmetric_memory": memory, "share_symmetric_memory": share}
+        symmetric._found.clear()
+        with mock.patch.multiple(symmetric, **patched):
+            answers = {symmetric.shares_memory(group, torch.device("cpu")) for _ in range(3)}
+        symmetric._found.clear()
+        found.append((*answers, len(mapped)))
+    return found
+
+
+@pytest.mark.cpu_only
+def test_ranks_agree_whether_they_share_memory(world):
+    assert world(2).run(shared) == [[(True, 1), (False, 0), (False, 1)]] * 2
+
+
+@pytest.mark.cpu_only
+def test_tensor_parallelism_needs_no_private_names_to_be_imported():
+    """Of a torch that has no symmetric memory any more."""
+    code = (
+        "import sys, importlib.abc\n"
+        "sys.modules['torch.distributed._symmetric_memory'] = None\n"
+        "import pyops.tensor_parallel\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def frozen(rank: int, group: dist.ProcessGroup) -> tuple[int, int, bool]:
