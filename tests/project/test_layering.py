@@ -91,10 +91,10 @@ FLOORS = {
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
     ],
     "parallel": [
-        ["dropout", "fused_head", "optimizer_groups", "plan", "weights"],
+        ["dropout", "fused_head", "optimizer_groups", "plan"],
         ["losses"],
-        ["batches", "model_checks", "stages"],
-        ["generation"],
+        ["batches", "stages"],
+        ["generation", "model_checks", "weights"],
         ["trainer"],
         ["composition"],
     ],
