@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import gather
-from pyops.config import Config, ConfigError, plan_for_folder
+from pyops.config import Config, ConfigError, plan_for_run
 from pyops.parallel import OptimizerGroups, no_decay_for_vectors
 from pyops.train.host.ranks import StopRequest
 from pyops.train.loop import Row, StepResult, Training, check_same_options, is_due
@@ -49,7 +49,7 @@ class FolderTraining(Training):
         self.mesh = make_mesh(config, device_type=device.type)
         self.data = FolderData(config, self.model, self.mesh)
         self.trainer = self.model.trainer(
-            plan_for_folder(config, num_rows=config.train.batch // self.mesh.size("dp")),
+            plan_for_run(config, num_rows=config.train.batch // self.mesh.size("dp")),
             optimizer=OptimizerGroups(optimizer_maker(config.optimizer), no_decay_for_vectors),
             mesh=self.mesh,
             seed=config.train.seed,
