@@ -106,8 +106,9 @@ FLOORS = {
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
-        ["folder", "host", "report", "setup", "tasks"],
+        ["host", "report", "setup", "tasks"],
         ["initial_weights", "loop"],
+        ["token_training"],
         ["pretrained", "sample_training", "text_training"],
         ["lr_range", "run"],
     ],
