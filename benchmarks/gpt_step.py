@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.config import Config, OptimizerConfig, PrecisionConfig
+from pyops.data.tokenizer import ByteTokenizer
 from pyops.mesh import Axes, Mesh
 from pyops.models import GPTConfig
+from pyops.train.setup.gpt_layers import HeadLoss
 from pyops.train.setup.recipe import make_model
-from pyops.train.setup.strategy import Replicated
+from pyops.train.setup.replicated import Replicated
 
 __all__ = ["SIZES", "PlainStep", "PyopsStep", "Size"]
 
@@ -104,7 +106,7 @@ class PyopsStep:
         self.start = {
             name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()
         }
-        self.strategy = Replicated(config, self.model, group=None)
+        self.strategy = Replicated(config, self.model, group=None, loss=HeadLoss(ByteTokenizer()))
 
     def compile(self) -> None:
         """Let torch.compile have the blocks and the head."""
@@ -113,7 +115,7 @@ class PyopsStep:
 
     def __call__(self, *, compiled: bool = True) -> tuple[float, float]:
         with _as_written(compiled):
-            nats = self.strategy.forward(self.rows[:, :-1], self.rows[:, 1:], reduction="sum")
+            nats = self.strategy.parallel(self.rows[:, :-1], self.rows[:, 1:], reduction="sum")
             (nats * (1 / self.tokens)).backward()
         loss = float(nats.detach()) / self.tokens
         self.strategy.optimizer.step()  # takes the norm, clips, and zeroes gradients

@@ -21,10 +21,10 @@ import torch
 from benchmarks.odd_values import ODD, Change, damage, places, set_place
 from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, load_config
+from pyops.config.run_plan import loss_scale_of
 from pyops.config.task_config import KINDS
 from pyops.models import BERT, GPT, ViT
 from pyops.train import run as training
-from pyops.train.setup import recipe
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,7 +50,7 @@ def _make(config: Config, **_: Any) -> None:
     section = KINDS[config.task.kind]
     made: Any = {"model": GPT, "vit": ViT, "bert": BERT}[section]
     made(getattr(config, section), seed=None, device="meta", dtype=torch.float32)
-    recipe.make_loss_scale(config.precision)
+    loss_scale_of(config.precision)
     config.elastic.policy()
     config.optimizer.lr_at(0, num_steps=config.train.num_steps)
     raise Reached

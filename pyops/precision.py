@@ -109,6 +109,10 @@ class LossScale:
         self.hysteresis, self.consecutive_hysteresis = hysteresis, consecutive_hysteresis
         self.hysteresis_left, self.good_steps, self.skipped = hysteresis, 0, 0
 
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value}" for name, value in sorted(vars(self).items()))
+        return f"LossScale({fields})"
+
     def update(self, overflow: bool) -> None:
         """Take note of a step, whether its gradients had an inf or a nan."""
         if overflow:

@@ -31,10 +31,10 @@ from pyops.elastic.layout.rank_layout import Layout
 from pyops.flat.dtensor import Spread, placed_as
 from pyops.models import GPT, GPTConfig
 from pyops.optim import AdamW
+from pyops.parallel.stages.staged_model import broadcast_logits
 from pyops.precision import overflowed
 from pyops.tensor_parallel.functional.regions import all_to_all
-from pyops.train.setup.pipelined import _Whole
-from pyops.train.text_training import _sum_over_ranks
+from pyops.train.setup.replicated import sum_over_ranks
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
@@ -80,17 +80,8 @@ def _placed(group: Group, folder: str) -> None:
 
 
 def _logits(group: Group, folder: str) -> None:
-    class Pipeline(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.group, self.schedule = group, SimpleNamespace(rank_of=[0])
-
-        def forward(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.ones(*shape, 5)
-
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(vocab_size=5)  # type: ignore[assignment]
-    _Whole(model, Pipeline())(torch.zeros(1, 3))  # type: ignore[arg-type]
+    pipeline = SimpleNamespace(group=group, schedule=SimpleNamespace(rank_of=[0]))
+    broadcast_logits(torch.ones(1, 3, 5), pipeline)  # type: ignore[arg-type]
 
 
 def _exchange(group: Group, folder: str) -> None:
@@ -120,7 +111,7 @@ PLACES: dict[str, tuple[str, Callable[[Group, str], Any]]] = {
         ),
     ),
     "broadcast": ("broadcast", lambda group, _: broadcast([torch.ones(2)], group=group)),
-    "losses": ("all_reduce", lambda group, _: _sum_over_ranks(torch.ones(2))),
+    "losses": ("all_reduce", lambda group, _: sum_over_ranks(torch.ones(2))),
     "logits": ("broadcast", _logits),
     "native all_reduce": (
         "all_reduce",

@@ -20,10 +20,10 @@ names the key, its value and the fix; nothing has been started by then.
 
 from pyops.config.config_error import ConfigError
 from pyops.config.folder_config import ModelFolder
-from pyops.config.folder_plan import plan_for_folder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.config.run_config import Config
+from pyops.config.run_plan import plan_for_run
 from pyops.config.task_config import TaskConfig
 from pyops.config.training_sections import (
     COMMUNICATING,
@@ -53,5 +53,5 @@ __all__ = [
     "TrainConfig",
     "ZeroConfig",
     "load_config",
-    "plan_for_folder",
+    "plan_for_run",
 ]

@@ -4,28 +4,17 @@
                                other sequences (dp)
 
 Pipeline ranks take turns with `num_microbatches` parts of their sequences, in the order of a
-schedule of `pyops.pipeline`.
+schedule of `pyops.pipeline`. `pyops.config.run_plan` makes the ParallelPlan of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from pyops.pipeline import Schedule, schedule
+from pyops.parallel.plan import RECOMPUTE, SCHEDULES, WITH_STAGES_PER_RANK
 
 __all__ = ["SCHEDULES", "ParallelConfig"]
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb1p",
-    "interleaved_zb",
-    "zbv",
-)  # those whose steps are one after the other
-SEVERAL = ("interleaved", "interleaved_zb")  # stages on each rank, as many as one likes
-RECOMPUTE = ("never", "except_last", "always")
 ENOUGH = 4  # micro-batches for each rank, where nothing is said
 
 
@@ -70,10 +59,10 @@ class ParallelConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}"
                 )
-        if self.v > 1 and self.schedule not in SEVERAL:
+        if self.v > 1 and self.schedule not in WITH_STAGES_PER_RANK:
             raise ValueError(
                 f"v is {self.v}, but schedule {self.schedule!r} has no such option; set "
-                f"it to {' or '.join(SEVERAL)}"
+                f"it to {' or '.join(WITH_STAGES_PER_RANK)}"
             )
         if self.memory_bytes and not self.adapt:
             raise ValueError(
@@ -155,11 +144,3 @@ class ParallelConfig:
             if self.pp > 1
             else 1
         )
-
-    def plan(self, num_microbatches: int) -> Schedule:
-        """What each rank of the pipeline computes, in its order."""
-        options: dict[str, Any] = {"v": self.v} if self.schedule in SEVERAL else {}
-        made = schedule(
-            self.schedule, num_stages=self.pp, num_microbatches=num_microbatches, **options
-        )
-        return made.with_recompute(self.recompute)

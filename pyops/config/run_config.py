@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import ConfigError
-from pyops.config.folder_plan import check_folder
+from pyops.config.folder_rules import check_folder
 from pyops.config.run_sections import RunSections
 from pyops.config.sample_rules import check_elastic
 from pyops.config.task_config import KINDS, check_task

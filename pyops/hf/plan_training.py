@@ -88,7 +88,8 @@ class PlanTraining(ZeroTraining):
             if mesh is not None:
                 key_dropout(inner, group=mesh.group("tp") or ALONE)
             if plan.recompute:
-                recompute.apply(inner, plan.recompute)
+                offload = None if plan.recompute_offload == "none" else plan.recompute_offload
+                recompute.apply(inner, plan.recompute, offload=offload)
         self._dropouts = [
             (name, each)
             for name, each in inner.named_modules()

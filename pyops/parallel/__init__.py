@@ -17,7 +17,7 @@
 | dropout | dropout whose masks are the same on every layout |
 | generation.py | tokens that follow a prompt |
 | weights.py | where a model's values come from, and how they go back |
-| stages | a model that was not written for a pipeline, cut between its blocks |
+| stages | a model cut into the stages of a pipeline: between its blocks, or its own layers |
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from __future__ import annotations
 from pyops.parallel.composition import parallelize
 from pyops.parallel.optimizer_groups import OptimizerGroups, no_decay_for_vectors
 from pyops.parallel.plan import ParallelPlan, PipelineOptions
+from pyops.parallel.stages.layered_model import LayeredModel
 from pyops.parallel.trainer import Trainer
 from pyops.renamed import missing_attribute
 
 __all__ = [
+    "LayeredModel",
     "OptimizerGroups",
     "ParallelPlan",
     "PipelineOptions",

@@ -8,14 +8,16 @@ are cut into micro-batches.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.agreement import agree, gather_numbers
+from pyops.comm.agreement import agree, gather_numbers, naming_lost_ranks
 from pyops.mesh import Mesh
 from pyops.parallel.losses import CountedLoss
 from pyops.pipeline.runtime.microbatch import num_rows, split_batch
@@ -27,6 +29,7 @@ __all__ = [
     "microbatches",
     "model_arguments",
     "share_of",
+    "sum_over_copies",
 ]
 
 # Targets of the loss, which the model is not given.
@@ -43,17 +46,32 @@ class BatchShare:
     rows: int
     """Of this copy."""
 
-    all_rows: int
-    """Of all copies."""
-
-    fewest_rows: int
-    """Of the copy that has the fewest."""
-
-    most_rows: int
-    """Of the copy that has the most."""
+    sizes: tuple[int, ...]
+    """The rows of each copy."""
 
     count: float
     """By how many terms the sum of the losses of all rows is divided."""
+
+    divisor: float
+    """By how many their gradients are."""
+
+    vote: bool
+    """Whether any rank voted for what the ranks decide together, such as to stop."""
+
+    @property
+    def all_rows(self) -> int:
+        """Of all copies."""
+        return sum(self.sizes)
+
+    @property
+    def fewest_rows(self) -> int:
+        """Of the copy that has the fewest."""
+        return min(self.sizes)
+
+    @property
+    def most_rows(self) -> int:
+        """Of the copy that has the most."""
+        return max(self.sizes)
 
 
 def share_of(
@@ -64,6 +82,7 @@ def share_of(
     *,
     accepted: Iterable[str],
     device: torch.device,
+    vote: bool = False,
 ) -> BatchShare | None:
     """What each copy has of the global batch. A collective of all ranks, one small message.
 
@@ -74,6 +93,7 @@ def share_of(
         mesh: The ranks.
         accepted: The names of the arguments of the model's forward.
         device: Of the message.
+        vote: This rank's.
 
     Returns:
         A BatchShare; None where no copy has a batch.
@@ -82,16 +102,17 @@ def share_of(
         ValueError, TypeError: On every rank, for a batch that some rank can't use.
     """
     problem: Exception | None = None
-    rows, count = 0, 0.0
+    rows, count, divisor = 0, 0.0, 0.0
     if given:
         try:
             check_batch(batch, accepted)
             rows = num_rows(dict(batch)) or 0
-            count = loss.count(batch) if rows else 0.0
+            if rows:
+                count, divisor = loss.count(batch), loss.divisor(batch)
         except Exception as error:  # of the caller's own loss too: every rank must hear of it
             problem = error
     place = [mesh.rank("dp"), mesh.rank("tp"), mesh.rank("pp")]
-    own = [problem is None, given, rows, count, *place]
+    own = [problem is None, given, rows, count, divisor, vote, *place]
     everyone = gather_numbers([float(value) for value in own], device=device)
     if bad := [rank for rank, (ok, *_) in enumerate(everyone) if not ok]:
         try:
@@ -102,19 +123,42 @@ def share_of(
             raise type(error)(f"on rank {bad[0]}: {error}") from None
     mine = [float(each) for each in place[1:]]
     copies = sorted(
-        (dp, has, number, terms) for _, has, number, terms, dp, *rest in everyone if rest == mine
+        (dp, has, number, terms, divided)
+        for _, has, number, terms, divided, _, dp, *rest in everyone
+        if rest == mine
     )
     if not any(has for _, has, *_ in copies):
         return None
-    sizes = [int(number) for _, _, number, _ in copies]
+    sizes = tuple(int(number) for _, _, number, *_ in copies)
     return BatchShare(
         first_row=sum(sizes[: place[0]]),
         rows=rows,
-        all_rows=sum(sizes),
-        fewest_rows=min(sizes),
-        most_rows=max(sizes),
-        count=sum(terms for *_, terms in copies),
+        sizes=sizes,
+        count=sum(terms for *_, terms, _ in copies),
+        divisor=sum(divided for *_, divided in copies),
+        vote=any(voted for _, _, _, _, _, voted, *_ in everyone),
     )
+
+
+def sum_over_copies(total: float, mesh: Mesh, *, device: torch.device) -> float:
+    """The sum over the copies of the model, in their order. A collective of the axis "dp".
+
+    Args:
+        total: Of this copy.
+        mesh: The ranks.
+        device: Of the message.
+
+    Raises:
+        CommunicationError: A rank is lost; the error names it.
+    """
+    group = mesh.group("dp")
+    if group is None:
+        return total
+    own = torch.tensor(total, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(mesh.size("dp"))]
+    with naming_lost_ranks("the sum of losses", group=group):
+        dist.all_gather(everyone, own, group=group)
+    return math.fsum(torch.stack(everyone).tolist())
 
 
 def accepted_names(model: nn.Module) -> frozenset[str]:

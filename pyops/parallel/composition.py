@@ -1,6 +1,7 @@
 """parallelize: a model and a plan in, a Trainer out.
 
-The order, which this file states alone:
+The order, which this file states alone, for models of anybody's and for those that were written for
+several ranks (`LayeredModel`), which begin with what is done in steps 2 and 3:
 
     1  checks            on every rank, before anything is changed
     2  tensor parallel   layers are cut over "tp"          pyops.tensor_parallel.parallelize
@@ -15,6 +16,7 @@ The order, which this file states alone:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,19 +33,17 @@ from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.parallel.batches import accepted_names
 from pyops.parallel.dropout.keyed_dropout import key_dropout
 from pyops.parallel.fused_head import FusedHead, head_name
-from pyops.parallel.losses import IGNORED, LabelLoss, loss_of
+from pyops.parallel.losses import IGNORED, CountedLoss, LabelLoss, PairLoss, loss_of
 from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
 from pyops.parallel.optimizer_groups import OptimizerGroups
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.block_lists import find_block_lists
+from pyops.parallel.stages.block_stages import BlockStagePlan, check_trained, stage_boundaries
+from pyops.parallel.stages.layered_model import LayeredModel
 from pyops.parallel.stages.layout_trial import find_layout
+from pyops.parallel.stages.pipeline_layers import StagePlan
 from pyops.parallel.stages.placeholder import meta_copy
-from pyops.parallel.stages.staged_model import (
-    StagedModel,
-    StagePlan,
-    check_trained,
-    stage_boundaries,
-)
+from pyops.parallel.stages.staged_model import StagedModel
 from pyops.parallel.trainer import Trainer, TrainerParts
 from pyops.parallel.weights import ModelSource
 from pyops.precision import PRECISIONS
@@ -57,7 +57,7 @@ ONE_PROCESS = ParallelPlan()
 
 
 def parallelize(
-    model: nn.Module | Path | str,
+    model: nn.Module | LayeredModel | Path | str,
     plan: ParallelPlan = ONE_PROCESS,
     *,
     optimizer: Callable[..., torch.optim.Optimizer],
@@ -72,15 +72,15 @@ def parallelize(
     Args:
         model: A folder that save_pretrained of transformers wrote, of which each rank reads its
             part alone; or a module on the CPU with the same values on every rank, which is changed
-            in place.
+            in place; or a `LayeredModel`, which was written for several ranks.
         plan: How it is shared out; by default every rank has all of it.
         optimizer: Makes the optimizer of a list of parameters, such as
             `lambda params: pyops.optim.AdamW(params, lr=1e-4)`, or its class; or `OptimizerGroups`
             where parameters differ in their options.
         mesh: The ranks; None: made by the plan.
         loss: Two functions, (what the model returns, batch) -> the sum over the rows, and batch ->
-            by how many terms it is divided. None: the cross entropy of batch["labels"], of the next
-            token for causal language models.
+            by how many terms it is divided; or a `pyops.parallel.losses.CountedLoss`. None: the
+            cross entropy of batch["labels"], of the next token for causal language models.
         seed: Of the dropout, whose masks are the same on every layout.
         device: Where the parameters are.
         example_inputs: Arguments of the model's forward for a few rows, which show how its blocks
@@ -97,36 +97,43 @@ def parallelize(
         check_initialized("parallelize")
         if not isinstance(plan, ParallelPlan):
             raise TypeError(f"plan is {plan!r}; give pyops.parallel.ParallelPlan(tp=2)")
-        plan.validate()
+        source = ModelSource.of(model)
+        plan.validate(layered=source.layered is not None)
         check_optimizer(optimizer)
         check_mesh(mesh, plan)
         axes = plan.axes(dist.get_world_size() if dist.is_initialized() else 1)
-        source = ModelSource.of(model)
-        check_model(source.model, plan)
+        check_model(source.model, plan, layered=source.layered)
         counted = loss_of(source.model, loss)
-        lists = find_block_lists(source.model, plan.pipeline.blocks) if plan.pp > 1 else []
+        lists = []
+        if plan.pp > 1 and source.layered is None:
+            lists = find_block_lists(source.model, plan.pipeline.blocks)
     device = torch.device(device)
     check_same(
         {
-            **{f"plan.{f.name}": repr(getattr(plan, f.name)) for f in fields(plan)},
+            **{f"plan.{f.name}": _written(getattr(plan, f.name)) for f in fields(plan)},
             "seed": str(seed),
             "device": device.type,
-            "loss": "None" if loss is None else "a pair of functions",
+            "loss": "None" if loss is None else _kind_of(counted),
             "the model": described(source.model),
         },
         who="parallelize",
     )
     mesh = mesh or Mesh(axes, device_type=device.type)
-    stages = _plan_stages(source.model, plan, lists, example_inputs, device)
+    stages = _plan_stages(source, plan, lists, example_inputs, device)
     before = Snapshot(source.model)
     head = None
     try:
-        _change_layers(source.model, plan, mesh, example_inputs)
+        _change_layers(source, plan, mesh, example_inputs)
         accepted, name = accepted_names(source.model), head_name(source.model)
         staged = None
         if stages is not None:
             staged = StagedModel(
-                source.model, stages, mesh=mesh, loss=counted, named_arguments=accepted
+                source.model,
+                stages,
+                mesh=mesh,
+                loss=counted,
+                named_arguments=accepted,
+                gather_once=plan.pipeline.gather_once,
             )
         zero = _make_optimizer(source.model, plan, mesh, optimizer, source, device)
         source.finish()
@@ -148,19 +155,42 @@ def parallelize(
         head=head,
         save_folder=lambda folder: source.save(folder, mesh),
         seed=seed,
+        layered=source.layered,
     )
     return Trainer(parts)
 
 
-def _change_layers(model: nn.Module, plan: ParallelPlan, mesh: Mesh, example_inputs: Any) -> None:
+def _written(value: Any) -> str:
+    """As repr, without the addresses of objects, which differ between ranks."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _kind_of(loss: CountedLoss) -> str:
+    return "a pair of functions" if isinstance(loss, PairLoss) else type(loss).__name__
+
+
+def _change_layers(
+    source: ModelSource, plan: ParallelPlan, mesh: Mesh, example_inputs: Any
+) -> None:
     """Steps 2 to 5."""
-    _cut_layers(model, plan, mesh, example_inputs)
+    model = source.model
+    if source.layered is None:
+        _cut_layers(model, plan, mesh, example_inputs)
     with ranks_agree():
-        key_dropout(model, group=mesh.group("tp") or ALONE)
+        if source.layered is None:
+            key_dropout(model, group=mesh.group("tp") or ALONE)
         if plan.recompute:
-            recompute.apply(model, plan.recompute)
+            _recompute(model, plan)
         if plan.compile:
             _compile_blocks(model, find_block_lists(model, plan.pipeline.blocks))
+
+
+def _recompute(model: nn.Module, plan: ParallelPlan) -> None:
+    offload = None if plan.recompute_offload == "none" else plan.recompute_offload
+    try:
+        recompute.apply(model, plan.recompute, offload=offload)
+    except ValueError as error:
+        raise ValueError(f"ParallelPlan: recompute: {error}") from None
 
 
 def _fuse(model: nn.Module, name: str, staged: StagedModel | None, loss: LabelLoss) -> FusedHead:
@@ -172,23 +202,28 @@ def _fuse(model: nn.Module, name: str, staged: StagedModel | None, loss: LabelLo
 
 
 def _plan_stages(
-    model: nn.Module,
+    source: ModelSource,
     plan: ParallelPlan,
     lists: list[str],
     example_inputs: Any,
     device: torch.device,
 ) -> StagePlan | None:
-    """How the model calls its blocks, found on the first rank; and where the stages begin."""
+    """Where the stages begin. How a model of anybody's calls its blocks is found on the first
+    rank."""
+    model, options = source.model, plan.pipeline
     if plan.pp == 1:
         return None
+    if (layered := source.layered) is not None:
+        with ranks_agree():
+            return layered.stage_plan(plan.schedule(), options.boundaries)
     layout = on_first_rank(lambda: find_layout(model, lists, example_inputs))
     with ranks_agree():
-        boundaries = stage_boundaries(model, layout, plan.num_stages, plan.pipeline.boundaries)
+        boundaries = stage_boundaries(model, layout, plan.num_stages, options.boundaries)
         check_trained(model, layout, boundaries)
     shapes = meta_copy(model)
     if (precision := _precision_of(model, plan)) is not None:  # as ZeroOptimizer casts the model
         shapes.to(PRECISIONS[precision].dtype)
-    return StagePlan(layout, plan.schedule(), boundaries, shapes, device, plan.pipeline.gather_once)
+    return BlockStagePlan(layout, plan.schedule(), boundaries, shapes, device)
 
 
 def _cut_layers(model: nn.Module, plan: ParallelPlan, mesh: Mesh, example_inputs: Any) -> None:

@@ -11,7 +11,7 @@ So padding, accumulation, uneven shares and the number of ranks do not change a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,32 @@ from torch.nn import functional
 
 from pyops.parallel.fused_head import SummedLoss
 
-__all__ = ["IGNORED", "Batch", "CountedLoss", "LabelLoss", "PairLoss", "loss_of", "predicts_tokens"]
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "CountedLoss",
+    "LabelLoss",
+    "PairLoss",
+    "loss_of",
+    "padded_rows",
+    "predicts_tokens",
+]
 
 IGNORED = -100  # a label that does not count, as in transformers and torch
 Batch = Mapping[str, Any]
 
 
+@runtime_checkable
 class CountedLoss(Protocol):
     """What a trainer asks of a loss."""
 
     def count(self, batch: Batch) -> float:
-        """By how many terms of these rows the sum of all is divided."""
+        """By how many terms of these rows the sum of all is divided where it is reported."""
+        ...
+
+    def divisor(self, batch: Batch) -> float:
+        """By how many terms of these rows gradients are divided: the same, but for a loss that is
+        reported in another unit, such as per byte of text."""
         ...
 
     def sum(self, outputs: Any, batch: Batch) -> Tensor:
@@ -70,6 +85,10 @@ class LabelLoss:
         """The number of labels that are not -100."""
         return float((self._labels(batch) != IGNORED).sum())
 
+    def divisor(self, batch: Batch) -> float:
+        """As `count`."""
+        return self.count(batch)
+
     def sum(self, outputs: Any, batch: Batch) -> Tensor:
         """Nats of the labels."""
         if isinstance(outputs, SummedLoss):
@@ -86,17 +105,7 @@ class LabelLoss:
 
     def padded(self, batch: dict[str, Any], rows: int) -> dict[str, Any]:
         """Further rows are copies of the first, with labels of -100."""
-        found = {}
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and value.dim():
-                lacking = rows - len(value)
-                first = value[:1] if len(value) else value.new_zeros(1, *value.shape[1:])
-                more = first.expand(lacking, *value.shape[1:])
-                if name == "labels":
-                    more = torch.full_like(more, IGNORED)
-                value = torch.cat([value, more])
-            found[name] = value
-        return found
+        return padded_rows(batch, rows, targets="labels")
 
 
 class PairLoss:
@@ -115,6 +124,10 @@ class PairLoss:
     def count(self, batch: Batch) -> float:
         """As the caller says."""
         return float(self._count(batch))
+
+    def divisor(self, batch: Batch) -> float:
+        """As `count`."""
+        return self.count(batch)
 
     def sum(self, outputs: Any, batch: Batch) -> Tensor:
         """As the caller says.
@@ -139,18 +152,41 @@ class PairLoss:
         )
 
 
+def padded_rows(batch: Batch, rows: int, *, targets: str) -> dict[str, Any]:
+    """The batch with further rows, copies of the first, so that it has `rows`.
+
+    Args:
+        batch: Tensors [rows, ...]; others stay as they are.
+        rows: As many or more than there are.
+        targets: The name of those that are to be `IGNORED` in further rows.
+    """
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim():
+            lacking = rows - len(value)
+            first = value[:1] if len(value) else value.new_zeros(1, *value.shape[1:])
+            more = first.expand(lacking, *value.shape[1:])
+            if name == targets:
+                more = torch.full_like(more, IGNORED)
+            value = torch.cat([value, more])
+        found[name] = value
+    return found
+
+
 def loss_of(model: nn.Module, given: Any) -> CountedLoss:
     """The loss of a model: the caller's, or the cross entropy of its labels.
 
     Args:
         model: Of transformers, or any that returns {"logits": ...}.
-        given: None, or a pair of functions (sum, count).
+        given: None, a pair of functions (sum, count), or a CountedLoss.
 
     Raises:
         TypeError: It is something else.
     """
     if given is None:
         return LabelLoss(shifts=_is_causal(model))
+    if isinstance(given, CountedLoss):
+        return given
     if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(callable, given)):
         raise TypeError(
             f"loss is {given!r}; give two functions: (outputs, batch) -> the sum over the rows, "

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from pyops.flat import Placement
 from pyops.mesh import Mesh
 from pyops.parallel.plan import ParallelPlan
+from pyops.parallel.stages.layered_model import LayeredModel
+from pyops.tensor_parallel import RowParallelLinear
 
 __all__ = ["check_mesh", "check_model", "check_optimizer", "described"]
 
@@ -64,18 +68,25 @@ def described(model: nn.Module) -> str:
     Args:
         model: On any device.
     """
-    shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+    cut = Placement.of(model)  # of a model that was made tensor parallel
+    shapes = [
+        (name, cut[name].global_shape if name in cut else tuple(p.shape), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
     mark = hashlib.blake2b(repr(shapes).encode(), digest_size=4).hexdigest()
-    number = sum(p.numel() for p in model.parameters())
+    number = sum(math.prod(shape) for _, shape, _ in shapes)
     return f"a {type(model).__name__} of {number:,} parameters (names and shapes: {mark})"
 
 
-def check_model(model: nn.Module, plan: ParallelPlan) -> None:
+def check_model(
+    model: nn.Module, plan: ParallelPlan, *, layered: LayeredModel | None = None
+) -> None:
     """Refuse a model that can't be shared out.
 
     Args:
         model: As given, or as made from a folder.
         plan: How it is to be shared out.
+        layered: What it says of its layers, where it was written for several ranks.
 
     Raises:
         ValueError: It is wrapped, shared out already, on a device, or has nothing to train.
@@ -86,7 +97,9 @@ def check_model(model: nn.Module, plan: ParallelPlan) -> None:
             f"the model is wrapped in {name}; give the module within it, which parallelize shares "
             "out itself"
         )
-    if any(getattr(module, "placements", None) for module in model.modules()):
+    if layered is not None:
+        _check_layered(layered, plan)
+    elif any(getattr(module, "placements", None) for module in model.modules()):
         raise ValueError(
             "the model was cut by tensor parallelism already; give it as transformers makes it, "
             "and the cut by ParallelPlan(tp=...)"
@@ -106,6 +119,8 @@ def check_model(model: nn.Module, plan: ParallelPlan) -> None:
             f"no parameter of {name} requires a gradient: there is nothing to train; unfreeze some "
             "(requires_grad_(True))"
         )
+    if layered is not None:
+        return
     if plan.sequence_parallel and plan.tp == 1:
         raise ValueError(
             "sequence_parallel is True, but tp is 1: there are no ranks to share the tokens; set "
@@ -113,6 +128,28 @@ def check_model(model: nn.Module, plan: ParallelPlan) -> None:
         )
     if plan.sequence_parallel:
         _check_sequence_parallel(model)
+
+
+def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
+    """Refuse what does not fit a model that was written for several ranks."""
+    name = type(layered.module).__name__
+    if plan.tensor_parallel is not None:
+        raise ValueError(
+            f"ParallelPlan: tensor_parallel is {dict(plan.tensor_parallel)!r}, but the layers of "
+            f"{name} are cut when it is made; leave it out"
+        )
+    for module in layered.module.modules():
+        if isinstance(module, RowParallelLinear) and module.plan.ranks.size != plan.tp:
+            raise ValueError(
+                f"ParallelPlan: tp is {plan.tp}, but {name} was made for {module.plan.ranks.size} "
+                "ranks; make it with the group of the plan's mesh"
+            )
+    counts = {len(layered.names), len(layered.costs), len(layered.module.layers())}
+    if len(counts) > 1:
+        raise ValueError(
+            f"LayeredModel: {len(layered.names)} names and {len(layered.costs)} costs, but {name} "
+            f"has {len(layered.module.layers())} layers; give one of each for every layer"
+        )
 
 
 def _check_sequence_parallel(model: nn.Module) -> None:

@@ -18,11 +18,12 @@ from pyops.pipeline import Schedule, schedule
 from pyops.precision import PRECISIONS
 from pyops.zero import ZeroConfig
 
-__all__ = ["ParallelPlan", "PipelineOptions"]
+__all__ = ["RECOMPUTE", "SCHEDULES", "WITH_STAGES_PER_RANK", "ParallelPlan", "PipelineOptions"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "interleaved_zb", "zbv")
 WITH_STAGES_PER_RANK = ("interleaved", "interleaved_zb")
 RECOMPUTE = ("never", "except_last", "always")
+OFFLOADS = ("none", "cpu")
 MICROBATCHES_PER_RANK = 2  # where nothing is said: half of the time of the bubble of one
 
 
@@ -59,8 +60,9 @@ class PipelineOptions:
     memory of a whole stage."""
 
     boundaries: tuple[int, ...] | None = None
-    """The first block of each stage and, last, the number of blocks, over all lists. None: the
-    stages have about equally many parameters, those of the embeddings apart."""
+    """The first block of each stage and, last, the number of blocks, over all lists; of a
+    `LayeredModel` of its layers. None: the stages have about equally many parameters, those of the
+    embeddings apart, or of a `LayeredModel` about equal costs."""
 
     @property
     def num_stages_per_rank(self) -> int:
@@ -88,7 +90,8 @@ class ParallelPlan:
 
     sequence_parallel: bool = False
     """Whether each of the `tp` ranks keeps only its part of the tokens between the layers
-    (Korthikanti et al., arXiv:2205.05198). Not with pp > 1, nor with dropout between the layers."""
+    (Korthikanti et al., arXiv:2205.05198). Not with pp > 1, nor with dropout between the layers,
+    unless the model is a `LayeredModel`, which is made so."""
 
     tensor_parallel: Mapping[str, str] | None = None
     """{pattern of module names: kind} as `pyops.tensor_parallel.parallelize` takes it. None: the
@@ -104,6 +107,9 @@ class ParallelPlan:
     recompute: tuple[str, ...] = ()
     """Names of modules that keep their inputs alone and compute again in backward, with wildcards:
     ("model.layers.*",)."""
+
+    recompute_offload: str = "none"
+    """Where the inputs of recomputed modules are kept: "none" (on the device) or "cpu"."""
 
     precision: str = "fp32"
     """What the model computes in: "fp32", "bf16", or "fp16" with a loss scale. In 16 bits the
@@ -163,8 +169,11 @@ class ParallelPlan:
         )
         return found.with_recompute(options.recompute)
 
-    def validate(self) -> None:
+    def validate(self, *, layered: bool = False) -> None:
         """Check every field, and what goes together. Local: no rank is asked.
+
+        Args:
+            layered: Whether the plan is for a `LayeredModel`, whose stages know the tokens' shape.
 
         Raises:
             ValueError, TypeError: Naming field, value and fix.
@@ -183,15 +192,20 @@ class ParallelPlan:
                 f"ParallelPlan: recompute is {self.recompute!r}; give a tuple of names, "
                 f"({self.recompute!r},)"
             )
+        if self.recompute_offload not in OFFLOADS:
+            raise ValueError(
+                f"ParallelPlan: recompute_offload is {self.recompute_offload!r}; choose one of "
+                f"{', '.join(OFFLOADS)}"
+            )
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"ParallelPlan: precision is {self.precision!r}; choose one of "
                 f"{', '.join(PRECISIONS)}"
             )
-        self._check_pipeline()
+        self._check_pipeline(layered=layered)
         self._check_zero()
 
-    def _check_pipeline(self) -> None:
+    def _check_pipeline(self, *, layered: bool) -> None:
         options = self.pipeline
         _check_count("PipelineOptions: num_microbatches", options.num_microbatches, 0)
         _check_count("PipelineOptions: stages_per_rank", options.stages_per_rank, 1)
@@ -213,7 +227,7 @@ class ParallelPlan:
                 f"ParallelPlan: pp is 1, but pipeline has {given[0]}="
                 f"{getattr(options, given[0])!r}; set pp to 2 or more, or leave pipeline out"
             )
-        if self.pp > 1 and self.sequence_parallel:
+        if self.pp > 1 and self.sequence_parallel and not layered:
             raise ValueError(
                 f"ParallelPlan: sequence_parallel is True with pp {self.pp}: a stage that does not "
                 "begin with the first block has no count of the tokens; set one of them back"

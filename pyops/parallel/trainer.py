@@ -10,6 +10,7 @@ the same rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops import checkpoint
-from pyops.comm.agreement import gather, gather_numbers, ranks_agree
+from pyops.comm.agreement import gather, ranks_agree
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike
 from pyops.parallel.batches import (
     BatchShare,
@@ -29,6 +30,7 @@ from pyops.parallel.batches import (
     microbatches,
     model_arguments,
     share_of,
+    sum_over_copies,
 )
 from pyops.parallel.dropout.keyed_dropout import set_keyed_dropout
 from pyops.parallel.fused_head import LABELS, FusedHead
@@ -42,7 +44,9 @@ from pyops.parallel.generation import (
 )
 from pyops.parallel.losses import CountedLoss
 from pyops.parallel.plan import ParallelPlan
+from pyops.parallel.stages.layered_model import LayeredModel
 from pyops.parallel.stages.staged_model import StagedModel
+from pyops.precision import LossScale
 from pyops.zero import ZeroOptimizer
 
 __all__ = ["Trainer", "TrainerParts"]
@@ -79,6 +83,9 @@ class TrainerParts:
     seed: int
     """Of the dropout."""
 
+    layered: LayeredModel | None = None
+    """What the model says of its layers, where it was written for several ranks."""
+
 
 class Trainer:
     """Made by `pyops.parallel.parallelize`.
@@ -92,17 +99,19 @@ class Trainer:
         num_steps: How many steps were taken, skipped ones included.
         grad_norm: Of the last step, before clipping; None without max_grad_norm.
         skipped: Steps that changed nothing, since the loss or a gradient was not finite.
+        vote: Whether any rank voted in the last step.
     """
 
     def __init__(self, parts: TrainerParts) -> None:
         self.parts = parts
         self.num_steps, self.skipped = 0, 0
         self.grad_norm: float | None = None
+        self.vote = False
         self._accepted = accepted_names(parts.model)
         self._dropouts = [
             (name, module)
             for name, module in parts.model.named_modules()
-            if hasattr(module, "set_dropout_state")
+            if hasattr(module, "set_dropout_state") and parts.layered is None
         ]
 
     @property
@@ -114,6 +123,11 @@ class Trainer:
     def optimizer(self) -> ZeroOptimizer:
         """An ordinary torch.optim.Optimizer, for a learning-rate scheduler, say."""
         return self.parts.optimizer
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16; None where gradients need none."""
+        return self.optimizer.loss_scale
 
     @property
     def mesh(self) -> Mesh:
@@ -131,13 +145,15 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------
     # training
 
-    def step(self, batch: Mapping[str, Any]) -> float:
+    def step(self, batch: Mapping[str, Any], *, vote: bool = False) -> float:
         """Take one optimizer step. A collective.
 
         Args:
             batch: {name of an argument of the model: tensor [rows, ...]}, and "labels" or what else
                 the loss needs: the rows of this copy of the model. Other copies may have other
                 numbers of rows.
+            vote: What the ranks decide together, such as to stop: whether any of them voted is
+                `vote` after the step, without a message of its own.
 
         Returns:
             The mean loss over the terms of the rows of all copies, such as nats per token.
@@ -146,27 +162,28 @@ class Trainer:
             ValueError: On every rank and before anything is changed, for a batch that some rank
                 can't use.
         """
-        share, batch = self._shared(batch)
+        share, batch = self._shared(batch, vote=vote)
+        self.vote = share.vote
         if not share.count > 0:
             raise ValueError(
                 f"the loss has nothing to count in the {share.all_rows} rows of this step: all "
                 "labels are -100; leave such rows out"
             )
         self.model.train()
-        total = self._differentiate(batch, share)
-        total = self._over_copies(total)
+        total = float(self._differentiate(batch, share))
+        total = sum_over_copies(total, self.mesh, device=self._device)
         self._update(math.isfinite(total))
         self.num_steps += 1
         return total / share.count
 
-    def _shared(self, batch: Any) -> tuple[BatchShare, dict[str, Any]]:
+    def _shared(self, batch: Any, *, vote: bool) -> tuple[BatchShare, dict[str, Any]]:
         """What this rank has of the global batch, and its rows, padded where the pipeline, or a
         copy without rows, needs more."""
-        share = self._share(batch, given=True)
+        share = self._share(batch, given=True, vote=vote)
         assert share is not None
         return share, self._padded(self._with_decoder_inputs(dict(batch)), share)
 
-    def _share(self, batch: Any, *, given: bool) -> BatchShare | None:
+    def _share(self, batch: Any, *, given: bool, vote: bool = False) -> BatchShare | None:
         return share_of(
             batch,
             given,
@@ -174,19 +191,22 @@ class Trainer:
             self.mesh,
             accepted=self._accepted,
             device=self._device,
+            vote=vote,
         )
 
     def _padded(self, batch: dict[str, Any], share: BatchShare) -> dict[str, Any]:
         """The rows, and further ones where a copy needs them. All copies look at the one that has
         the fewest, so that a loss which can't be padded is refused on every rank."""
-        least = 1
-        if self.parts.staged is not None:
+        least, part, staged = 1, 1, self.parts.staged
+        if staged is not None:
             least = self.parts.plan.microbatches
+            part = least if staged.stages.equal_parts else 1
         elif self.parts.plan.zero.stage == 3:  # whose copies gather parameters part by part
             least = max(1, min(self.parts.plan.microbatches, share.most_rows))
-        if share.fewest_rows >= least:
+        if share.fewest_rows >= least and not any(rows % part for rows in share.sizes):
             return batch
-        return self.parts.loss.padded(batch, max(least, share.rows))
+        rows = max(least, share.rows)
+        return self.parts.loss.padded(batch, rows + -rows % part)
 
     def _with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """For a model of an encoder and a decoder: the decoder's input is made of the labels."""
@@ -196,38 +216,36 @@ class Trainer:
             return batch
         return {**batch, "decoder_input_ids": make(labels=batch["labels"])}
 
-    def _differentiate(self, batch: dict[str, Any], share: BatchShare) -> float:
+    def _differentiate(self, batch: dict[str, Any], share: BatchShare) -> Tensor:
         """Forward and backward of this copy's rows: the sum of their losses."""
         optimizer, loss = self.optimizer, self.parts.loss
         scale = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.scale
-        scale /= share.count
+        scale /= share.divisor
         if self.parts.staged is not None:
             return self._differentiate_stages(batch, share, scale)
-        total, row = 0.0, share.first_row
+        total, row = torch.zeros((), dtype=torch.float64, device=self._device), share.first_row
         several = microbatches(batch, self.parts.plan.num_microbatches)
         for number, rows in enumerate(several):
-            self._key_dropout(row)
+            self._key_dropout(rows, row)
             row += _num_rows(rows)
             last = number + 1 == len(several)
             with nullcontext() if last else optimizer.no_sync():
                 summed = loss.sum(self._outputs(rows), rows)
                 (summed * scale).backward()
-            total += float(summed.detach())
+            total += summed.detach()
         return total
 
     def _differentiate_stages(
         self, batch: dict[str, Any], share: BatchShare, scale: float
-    ) -> float:
+    ) -> Tensor:
         staged = self.parts.staged
         assert staged is not None
-        starts = [share.first_row]
-        for rows in microbatches(batch, self.parts.plan.microbatches):
-            starts.append(starts[-1] + _num_rows(rows))
-        staged.before_forward = lambda number: self._key_dropout(starts[number])
+        several = microbatches(batch, self.parts.plan.microbatches)
+        starts = list(itertools.accumulate(map(_num_rows, several), initial=share.first_row))
+        staged.before_forward = lambda number: self._key_dropout(several[number], starts[number])
         arguments = self._stage_arguments(batch)
         with self.optimizer.no_sync():
-            total = staged.step(arguments, batch, rows=_num_rows(batch), scale=scale)
-        return float(total)
+            return staged.step(arguments, batch, rows=_num_rows(batch), scale=scale)
 
     def _outputs(self, rows: dict[str, Any]) -> Any:
         """What the model returns for these rows, or their loss."""
@@ -240,19 +258,15 @@ class Trainer:
         arguments = model_arguments(batch, self._accepted)
         return arguments if self.parts.head is None else {**arguments, LABELS: batch["labels"]}
 
-    def _key_dropout(self, first_row: int) -> None:
-        if self._dropouts:
-            set_keyed_dropout(
-                self._dropouts,
-                seed=self.parts.seed,
-                step=self.num_steps,
-                first_row=first_row,
+    def _key_dropout(self, rows: Mapping[str, Any], first_row: int) -> None:
+        """Before the forward of these rows, of which the first has this number in the batch."""
+        layered, seed = self.parts.layered, self.parts.seed
+        if layered is not None:
+            layered.module.set_dropout(
+                layered.shape(rows), seed=seed, step=self.num_steps, first_row=first_row
             )
-
-    def _over_copies(self, total: float) -> float:
-        """The sum over the copies of the model, in their order."""
-        everyone = gather_numbers([total], device=self._device, group=self._dp)
-        return math.fsum(each for (each,) in everyone)
+        elif self._dropouts:
+            set_keyed_dropout(self._dropouts, seed=seed, step=self.num_steps, first_row=first_row)
 
     def _update(self, finite: bool) -> None:
         optimizer = self.optimizer
@@ -260,6 +274,10 @@ class Trainer:
             optimizer.step()
             norm = optimizer.grad_norm
             self.grad_norm = None if norm is None else float(norm)
+        elif (
+            optimizer.loss_scale is not None
+        ):  # of fp16, whose gradients would not be finite either
+            optimizer.loss_scale.update(True)
         if not finite or (self.grad_norm is not None and not math.isfinite(self.grad_norm)):
             self.skipped += 1
         optimizer.zero_grad()
@@ -279,15 +297,15 @@ class Trainer:
         Raises:
             ValueError: On every rank, where nothing counts or a batch can't be used.
         """
-        total, count = 0.0, 0.0
+        total, count = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
         with self._evaluating():
             for batch, share in self._in_step(batches):
                 total += self._sum_of(batch)
                 count += share.count
-        total = self._over_copies(total)
+        summed = sum_over_copies(float(total), self.mesh, device=self._device)
         if not count > 0:
             raise ValueError("the batches have nothing that the loss counts")
-        return total / count
+        return summed / count
 
     def _in_step(
         self, batches: Iterable[Mapping[str, Any]]
@@ -311,14 +329,15 @@ class Trainer:
                 }
             yield self._padded(batch, share), share
 
-    def _sum_of(self, batch: dict[str, Any]) -> float:
+    def _sum_of(self, batch: dict[str, Any]) -> Tensor:
         staged = self.parts.staged
         if staged is not None:
             arguments = self._stage_arguments(batch)
-            return float(staged.evaluate(arguments, batch, rows=_num_rows(batch)))
-        total = 0.0
+            found: Tensor = staged.evaluate(arguments, batch, rows=_num_rows(batch))
+            return found.to(self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for rows in microbatches(batch, self.parts.plan.num_microbatches):
-            total += float(self.parts.loss.sum(self._outputs(rows), rows))
+            total += self.parts.loss.sum(self._outputs(rows), rows)
         return total
 
     @contextmanager
@@ -360,7 +379,7 @@ class Trainer:
         takes = [name for name in CACHE_NAMES if name in self._accepted]
         staged = self.parts.staged
         stages = None if staged is None else staged.own_blocks
-        num_blocks = 0 if staged is None else len(staged.names)
+        num_blocks = 0 if staged is None else len(staged.stages.names)
         kept = None
         if takes and start is None and hasattr(self.model, "config"):
             kept = KeptKeys(self.model, takes[0], stages, num_blocks)

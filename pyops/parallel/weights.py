@@ -11,6 +11,7 @@ from torch import nn
 from pyops.comm.agreement import ranks_agree
 from pyops.hub.pretrained import Adapters, PretrainedWeights, empty_model, save_pretrained
 from pyops.mesh import Mesh
+from pyops.parallel.stages.layered_model import LayeredModel
 
 __all__ = ["ModelSource"]
 
@@ -23,17 +24,19 @@ class ModelSource:
         weights: Of the folder; None where the model has its values.
         folder: Where it came from.
         adapters: What PEFT has put into its layers.
+        layered: What the model says of its layers, where it was written for several ranks.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        weights: PretrainedWeights | None,
-        folder: Path | None,
+        weights: PretrainedWeights | None = None,
+        folder: Path | None = None,
         adapters: Adapters | None = None,
+        layered: LayeredModel | None = None,
     ) -> None:
         self.model, self._weights, self.folder = model, weights, folder
-        self._adapters = adapters
+        self._adapters, self.layered = adapters, layered
         self._problem: Exception | None = None
 
     @classmethod
@@ -41,13 +44,15 @@ class ModelSource:
         """Of what `parallelize` was given.
 
         Raises:
-            TypeError: It is neither a module nor a folder.
+            TypeError: It is neither a module, nor a LayeredModel, nor a folder.
             ValueError: It has adapters that are not within its layers.
             HubError: The folder can't be read.
         """
+        if isinstance(model, LayeredModel):
+            return cls(model.module, layered=model)
         if isinstance(model, nn.Module):
             adapters = Adapters.of(model)
-            return cls(model if adapters is None else adapters.inner, None, None, adapters)
+            return cls(model if adapters is None else adapters.inner, adapters=adapters)
         if not isinstance(model, Path | str):
             raise TypeError(
                 f"model is a {type(model).__name__}; give a torch.nn.Module, or a folder that "
@@ -61,6 +66,8 @@ class ModelSource:
     @property
     def fill(self) -> Any:
         """Gives one module its values once it has memory; None where it has them."""
+        if self.layered is not None:
+            return self.layered.initialize
         return None if self._weights is None else self._fill
 
     def _fill(self, module: nn.Module) -> None:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
-from pyops.train.folder import prepare_folder
 from pyops.train.host.ranks import StopRequest
+from pyops.train.host.run_folder import prepare_folder
 from pyops.train.report.display import Display
 from pyops.train.report.metrics import MetricsLog
 from pyops.train.report.outcome import Outcome

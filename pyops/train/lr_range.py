@@ -16,8 +16,8 @@ from pathlib import Path
 
 from pyops.config import Config, ConfigError
 from pyops.optim.lr_scheduler import LRRangeTest, steepest
-from pyops.train.folder import only_run_in
 from pyops.train.host.ranks import joined_ranks
+from pyops.train.host.run_folder import only_run_in
 from pyops.train.loop import TrainingLoop
 from pyops.train.report.notes import collected_notes
 from pyops.train.setup.adapted_layout import adapted, started_ranks

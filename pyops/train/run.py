@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import Config
-from pyops.train.folder import continues, finished, only_run_in
 from pyops.train.host.memory import check_memory
 from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
+from pyops.train.host.run_folder import continues, finished, only_run_in
 from pyops.train.loop import Training, TrainingLoop
 from pyops.train.pretrained.folder_training import FolderTraining
 from pyops.train.report.notes import collected_notes

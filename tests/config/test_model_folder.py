@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops.config import ConfigError, load_config, plan_for_folder
+from pyops.config import ConfigError, load_config, plan_for_run
 from pyops.parallel import ParallelPlan, PipelineOptions
 from pyops.precision import LossScale
 from pyops.zero import ZeroConfig
@@ -48,7 +48,7 @@ def test_the_sections_make_the_plan(tmp_path):
     """
     config = load_config(config_file(tmp_path, text))
     assert (config.model_folder.folder, config.model_folder.sequence_length) == ("llama", 48)
-    plan = plan_for_folder(config, num_rows=12)
+    plan = plan_for_run(config, num_rows=12)
     scale = plan.zero.loss_scale
     assert scale is not None
     wanted = LossScale(initial=8.0, window=1000, hysteresis=3, minimum=1.0)
@@ -68,7 +68,7 @@ def test_the_sections_make_the_plan(tmp_path):
 
 def test_a_batch_is_cut_as_train_says(tmp_path):
     text = "[train]\nmicro_batch = 2\n[optimizer]\nmax_grad_norm = 0.0"
-    plan = plan_for_folder(load_config(config_file(tmp_path, text)), num_rows=8)
+    plan = plan_for_run(load_config(config_file(tmp_path, text)), num_rows=8)
     assert (plan.num_microbatches, plan.max_grad_norm) == (4, math.inf)
 
 

@@ -14,9 +14,10 @@ import pyops.optim
 from pyops.checkpoint import load
 from pyops.config import COMMUNICATING, OPTIMIZERS, Config, ConfigError
 from pyops.models import GPT
-from pyops.train import TextTraining, train
+from pyops.train import train
 from pyops.train.report.metrics import read_rows
 from pyops.train.setup.recipe import CLASSES
+from pyops.train.setup.replicated import FlatTrainer
 from tests.grids import full
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
@@ -189,13 +190,13 @@ def test_the_switch_is_said(tmp_path, device, capsys):
 
 
 def test_a_bad_gradient_skips_the_step(tmp_path, device, monkeypatch):
-    config, inner = of(tmp_path, device, "onebit_adam", num_steps=16), TextTraining._update
+    config, inner = of(tmp_path, device, "onebit_adam", num_steps=16), FlatTrainer._update
 
-    def poisoned(self: TextTraining, *, finite: bool) -> float | None:
-        if self.step == 13:
-            self.strategy.parallel.flat[0].grad[5] = float("inf")
+    def poisoned(self: FlatTrainer, *, finite: bool) -> float | None:
+        if self.num_steps == 13:
+            self.parallel.flat[0].grad[5] = float("inf")
         return inner(self, finite=finite)
 
-    monkeypatch.setattr(TextTraining, "_update", poisoned)
+    monkeypatch.setattr(FlatTrainer, "_update", poisoned)
     assert train(config).skipped == 1
     assert all(torch.isfinite(torch.tensor(losses(config))))

@@ -201,7 +201,8 @@ def reductions(
     parameters here; bytes kept."""
     run = TextTraining(config, device=torch.device("cpu"))
     done: list[Any] = []
-    inner, before = ReduceScatterBucket.start, run.pipelined._done
+    staged = run.strategy.trainer.parts.staged
+    inner, before = ReduceScatterBucket.start, staged.pipeline._train.on_action
 
     def start(self: ReduceScatterBucket, *args: Any, **named: Any) -> None:
         done.append([self.flat.names[i] for i in self.members])
@@ -213,7 +214,7 @@ def reductions(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReduceScatterBucket, "start", start)
-        run.pipelined.pipeline.on_action(after)
+        staged.pipeline.on_action(after)
         run.train_step()
     return done, {name for name, _ in run.model.named_parameters()}, run.strategy.memory()
 

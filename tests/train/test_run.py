@@ -18,6 +18,7 @@ from pyops.data import Batches, CorpusError, prepare, validation_rows
 from pyops.models import GPT
 from pyops.train import StopRequest, TextTraining, train
 from pyops.train.report.metrics import read_rows
+from pyops.train.setup.replicated import FlatTrainer
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
 
@@ -143,30 +144,28 @@ def test_micro_batches_on_ranks(world, tmp_path, reference):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch, where):
     config = config_of(tmp_path, device, num_steps=6)
-    inner, seen = TextTraining._update, []
+    inner, seen = FlatTrainer._update, []
 
-    def poisoned(self: TextTraining, *, finite: bool) -> float | None:
-        if self.step == 3:
+    def poisoned(self: FlatTrainer, *, finite: bool) -> float | None:
+        if self.num_steps == 3:
             if where == "gradient":
-                self.strategy.parallel.flat[0].grad[5] = float("inf")
-            before = [b.data.clone() for b in self.strategy.parallel.flat]
+                self.parallel.flat[0].grad[5] = float("inf")
+            before = [b.data.clone() for b in self.parallel.flat]
             norm = inner(self, finite=finite and where == "gradient")
             seen.append(norm)
             assert all(
-                torch.equal(b.data, old)
-                for b, old in zip(self.strategy.parallel.flat, before, strict=True)
+                torch.equal(b.data, old) for b, old in zip(self.parallel.flat, before, strict=True)
             )
-            assert not any(b.grad.any() for b in self.strategy.parallel.flat)
+            assert not any(b.grad.any() for b in self.parallel.flat)
             return norm
-        before = [b.data.clone() for b in self.strategy.parallel.flat]
+        before = [b.data.clone() for b in self.parallel.flat]
         norm = inner(self, finite=finite)
         assert not any(
-            torch.equal(b.data, old)
-            for b, old in zip(self.strategy.parallel.flat, before, strict=True)
+            torch.equal(b.data, old) for b, old in zip(self.parallel.flat, before, strict=True)
         )
         return norm
 
-    monkeypatch.setattr(TextTraining, "_update", poisoned)
+    monkeypatch.setattr(FlatTrainer, "_update", poisoned)
     outcome = train(config)
     assert seen == [None]
     assert outcome.skipped == 1
@@ -182,13 +181,13 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
 )  # the second leaves gradients finite
 def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch, factor, term):
     config = config_of(tmp_path, device, num_steps=3)
-    inner = TextTraining._nats
+    inner = FlatTrainer._nats
 
-    def poisoned(self: TextTraining, *arguments: Any) -> torch.Tensor:
+    def poisoned(self: FlatTrainer, *arguments: Any) -> torch.Tensor:
         nats = inner(self, *arguments)
-        return nats * factor + term if self.step == 1 else nats
+        return nats * factor + term if self.num_steps == 1 else nats
 
-    monkeypatch.setattr(TextTraining, "_nats", poisoned)
+    monkeypatch.setattr(FlatTrainer, "_nats", poisoned)
     assert train(config).skipped == 1
     assert [loss is None for loss in losses(config)] == [False, True, False]
     states = load(config.folder / "checkpoints" / "step-00000003")[0]["optimizer"]

@@ -16,7 +16,7 @@ from pyops.models import GPT
 from pyops.precision import LossScale
 from pyops.train import TextTraining, train
 from pyops.train.report.metrics import read_rows
-from pyops.train.setup.strategy import Zero
+from pyops.train.setup.planned import Planned
 from tests.grids import cut, full
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
@@ -170,7 +170,7 @@ def kept_on_rank(
     run = TextTraining(config, device=torch.device("cpu"))
     run.train_step()
     recomputed = [name for name, module in run.model.named_modules() if "forward" in vars(module)]
-    elsewhere = isinstance(run.strategy, Zero) and run.strategy.zero.owned.offloaded is not None
+    elsewhere = isinstance(run.strategy, Planned) and run.strategy.zero.owned.offloaded is not None
     return run.strategy.memory(), recomputed, elsewhere
 
 

@@ -1,1 +1,1 @@
-"""The processes and the machine: ranks and how they meet, signals, memory limits."""
+"""Where a run is: the ranks that torchrun started, the machine's memory, the run's folder."""

@@ -1,5 +1,5 @@
 """A Hugging Face folder that is trained, evaluated, or asked to continue a text, on any layout of
-the ranks: the first user of `pyops.parallel.parallelize`.
+the ranks, by `pyops.parallel.parallelize`.
 
 | file | what it does |
 |---|---|

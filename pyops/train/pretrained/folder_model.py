@@ -13,6 +13,7 @@ import torch
 
 from pyops.comm.agreement import on_first_rank, ranks_agree
 from pyops.config import ConfigError
+from pyops.config.run_plan import with_keys_of_a_run
 from pyops.data.folder_text import FolderTokenizer
 from pyops.hub.folder_files import HubError, open_weights, read_config
 from pyops.mesh import Mesh
@@ -113,7 +114,7 @@ class FolderModel:
                 self.folder, plan, optimizer=optimizer, mesh=mesh, seed=seed, device=device
             )
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{self.folder}: {error}") from None
+            raise ConfigError(f"{self.folder}: {with_keys_of_a_run(error)}") from None
 
 
 def _num_parameters(folder: str) -> int:

@@ -9,31 +9,29 @@ A loss is the mean, in nats, over the tokens that are learnt of all rows of a st
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pyops.comm.agreement import gather
-from pyops.config import Config, ConfigError, plan_for_folder
-from pyops.parallel import OptimizerGroups, no_decay_for_vectors
-from pyops.train.host.ranks import StopRequest
-from pyops.train.loop import Row, StepResult, Training, check_same_options, is_due
+from pyops.config import Config, ConfigError, plan_for_run
+from pyops.parallel import OptimizerGroups, Trainer, no_decay_for_vectors
+from pyops.train.loop import check_same_options
 from pyops.train.pretrained.folder_data import FolderData
 from pyops.train.pretrained.folder_model import FolderModel
-from pyops.train.report.metrics import peak_memory_gib, plot_losses
-from pyops.train.report.outcome import Outcome
 from pyops.train.setup.recipe import make_mesh, optimizer_maker
+from pyops.train.token_training import TokenTraining
 
 __all__ = ["FolderTraining"]
 
 
-class FolderTraining(Training):
+class FolderTraining(TokenTraining):
     """A folder's model over text or instructions, on every layout."""
+
+    trainer: Trainer
+    inputs, unit, last_file = "input_ids", "nats per token", "model/config.json"
 
     def __init__(self, config: Config, *, device: torch.device) -> None:
         """Read the folder and the data, and share the model out.
@@ -49,79 +47,37 @@ class FolderTraining(Training):
         self.mesh = make_mesh(config, device_type=device.type)
         self.data = FolderData(config, self.model, self.mesh)
         self.trainer = self.model.trainer(
-            plan_for_folder(config, num_rows=config.train.batch // self.mesh.size("dp")),
+            plan_for_run(config, num_rows=config.train.batch // self.mesh.size("dp")),
             optimizer=OptimizerGroups(optimizer_maker(config.optimizer), no_decay_for_vectors),
             mesh=self.mesh,
             seed=config.train.seed,
             device=device,
         )
-        self._first_step = 0
-
-    @property
-    def step(self) -> int:
-        """The number of steps that were taken, skipped ones too."""
-        return self.trainer.num_steps
+        self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=self.num_steps)
 
     def introduction(self) -> str:
         """What is trained, and on what, for the display."""
-        num_ranks = math.prod(self.mesh.axes.degrees().values())
-        text = (
-            f"{self.model.num_parameters / 1e6:.2f} M parameters of {self.model.folder} on "
-            f"{num_ranks} x {self.device.type}, {self.data.described()}"
-        )
-        if num_ranks > 1:
-            sizes = {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp")}
-            text += "\n" + " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
         staged = self.trainer.parts.staged
-        return f"{text}; {staged.described}" if staged is not None else text
+        return self.on_layout(
+            f"{self.model.num_parameters / 1e6:.2f} M parameters of {self.model.folder}",
+            self.data.described(),
+            "" if staged is None else staged.described,
+        )
 
-    def steps(self, request: StopRequest) -> Iterator[StepResult]:
-        """Take one step after the other; see `Training.steps`."""
-        options = self.config.train
-        while not self.is_over:
-            row, stop = self.train_step(stop=bool(request.number))
-            last = self.is_over
-            if last or is_due(self.step, options.validate_every):
-                row["validation_loss"] = self.trainer.evaluate(self.data.validation())
-            yield StepResult(
-                row,
-                tensorboard=last
-                or "validation_loss" in row
-                or is_due(self.step, options.log_every),
-                save=stop or last or is_due(self.step, options.checkpoint_every),
-                stop=stop and not last,
-            )
+    def next_batch(self) -> Mapping[str, Any]:
+        """See `TokenTraining.next_batch`."""
+        return {key: value.to(self.device) for key, value in self.data.batches.next().items()}
 
-    def train_step(self, *, stop: bool = False) -> tuple[Row, bool]:
-        """Take one optimizer step.
+    def validation(self) -> Iterator[Mapping[str, Any]]:
+        """See `TokenTraining.validation`."""
+        for batch in self.data.validation():
+            yield {key: value.to(self.device) for key, value in batch.items()}
 
-        Args:
-            stop: Whether this rank wants to stop.
-
-        Returns:
-            The metrics of the step, and whether any rank wants to stop.
-        """
-        started, step = time.perf_counter(), self.step
-        lr = self.config.optimizer.lr_at(step, num_steps=self.num_steps)
-        for group in self.trainer.optimizer.param_groups:
-            group["lr"] = lr
-        batch, skipped = self.data.batches.next(), self.trainer.skipped
-        loss = self.trainer.step({key: value.to(self.device) for key, value in batch.items()})
-        taken = self.trainer.skipped == skipped
-        stop = any(gather(stop))
-        num_tokens = self.config.train.batch * batch["input_ids"].shape[1]
-        scale = self.trainer.parts.optimizer.loss_scale
-        row = {
-            "step": step,
-            "loss": loss if math.isfinite(loss) else None,
-            "lr": lr,
-            "grad_norm": self.trainer.grad_norm if taken else None,
-            "tokens_per_s": num_tokens / (time.perf_counter() - started),
-            "memory_gib": peak_memory_gib(self.device),
-            "skipped": self.trainer.skipped,
-            **({} if scale is None else {"loss_scale": scale.scale}),
-        }
-        return row, stop
+    def write_model(self) -> str:
+        """Write the trained folder."""
+        folder = self.config.folder / "model"
+        self.trainer.save_pretrained(folder)
+        return f"trained folder: {folder}"
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -151,50 +107,6 @@ class FolderTraining(Training):
         self.data.batches.load_state_dict(state["data"])
         self.trainer.load_state_dict(state["trainer"])
         self._first_step = self.step
-
-    def finish(self, rows: Sequence[Row], *, stopped_by: int) -> tuple[Outcome, list[str]]:
-        """Write the trained folder and a sample of text, draw the curve, say how it went; see
-        `Training.finish`."""
-        held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
-        outcome = Outcome(
-            self.step,
-            held_out[-1] if held_out else None,
-            None,
-            self.trainer.skipped,
-            stopped_by,
-        )
-        folder, options = self.config.folder, self.config.train
-        written = self._first_step >= self.num_steps and any(
-            gather((folder / "model" / "config.json").exists())
-        )
-        text = ""
-        if not stopped_by and not written:
-            self.trainer.save_pretrained(folder / "model")
-            text = self.sample() if options.num_sample_tokens else ""
-        notes: list[str] = []
-        if self.rank:
-            return outcome, notes
-        picture = folder / "loss.png"
-        if options.plot and plot_losses(
-            picture, rows, bigram_loss=None, title=self.config.name, unit="nats per token"
-        ):
-            notes.append(f"loss curve: {picture}")
-        if stopped_by:
-            return outcome, notes
-        if text:
-            (folder / "sample.txt").write_text(text)
-            notes.append(f"--- a sample ({folder / 'sample.txt'}) ---\n{text}\n---")
-        notes.append(f"trained folder: {folder / 'model'}")
-        return outcome, [*notes, self._summary(outcome)]
-
-    def _summary(self, outcome: Outcome) -> str:
-        loss = "none" if outcome.validation_loss is None else f"{outcome.validation_loss:.3f}"
-        skipped = f", {outcome.skipped} steps skipped (loss or gradient not finite)"
-        return (
-            f"validation loss {loss} nats per token; {self.step} steps"
-            f"{skipped if outcome.skipped else ''}, peak memory "
-            f"{peak_memory_gib(self.device):.2f} GiB per process"
-        )
 
     def sample(self) -> str:
         """The beginning of the first held-out row, continued by the model, the same on every

@@ -22,7 +22,7 @@ from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.mesh import alone
 from pyops.models import GPT, GPTConfig
 from pyops.precision import PRECISIONS
-from pyops.train.setup.pipelined import layer_costs
+from pyops.train.setup.gpt_layers import layer_costs
 
 __all__ = ["adapted", "limits_of", "plans", "started_ranks", "trouble_ahead"]
 

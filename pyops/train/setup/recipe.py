@@ -4,15 +4,13 @@ adamw, sgd, lamb, ...          DataParallel reduces gradients (through [communic
                                any) -> optimizer
 onebit_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates
                 momenta (zero_one_adam: always)
-[zero] stage    ZeroOptimizer reduces gradients to their owners, steps their parts, and gathers
-                parameters
+[zero], [parallel] tp, pp     `pyops.parallel.parallelize` shares out the model and the states
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +27,6 @@ from pyops.config import (
     Config,
     ConfigError,
     OptimizerConfig,
-    PrecisionConfig,
     RecomputeConfig,
 )
 from pyops.data_parallel import DataParallel
@@ -37,17 +34,15 @@ from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.models import GPT
 from pyops.onebit import OneBitConfig, OneBitLAMBConfig, ZeroOneConfig
-from pyops.precision import PRECISIONS, LossScale
-from pyops.zero import ZeroOptimizer
+from pyops.precision import PRECISIONS
 
 __all__ = [
+    "is_planned",
     "make_data_parallel",
-    "make_loss_scale",
     "make_mesh",
     "make_model",
     "make_named_optimizer",
     "make_optimizer",
-    "make_zero",
     "num_parameters",
     "optimizer_maker",
     "recompute_modules",
@@ -93,16 +88,21 @@ def make_mesh(config: Config, *, device_type: str) -> Mesh:
     return Mesh(axes, device_type=device_type)
 
 
+def is_planned(config: Config) -> bool:
+    """Whether the ranks share more than the batch, so that `pyops.parallel` composes the run."""
+    return bool(config.zero.stage) or config.parallel.tp > 1 or config.parallel.pp > 1
+
+
 def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
     """The model with its first values; its layers are shared by the ranks of the axis "tp".
 
-    With [zero], or a pipeline, it is on the meta device: `make_zero` gives it memory and values
-    part by part.
+    Where `is_planned`, it is on the meta device: `pyops.parallel.parallelize` gives it memory and
+    values part by part, and recomputes what [recompute] names.
 
     Raises:
         ConfigError: The ranks can't share the heads; or [recompute] names no module.
     """
-    later = config.zero.stage > 0 or config.parallel.pp > 1
+    later = is_planned(config)
     try:
         model = GPT(
             config.model,
@@ -116,7 +116,7 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
         raise ConfigError(f"parallel.tp is {config.parallel.tp}: {error}") from None
     if config.train.compile:
         model.compile()
-    if config.recompute.modules:
+    if config.recompute.modules and not later:
         recompute_modules(model, config.recompute)
     return model
 
@@ -174,34 +174,6 @@ def make_optimizer(
     return _class(options)(groups, **arguments)
 
 
-def make_zero(config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -> ZeroOptimizer:
-    """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks
-    of the axis "dp"; gradients are summed."""
-    options = config.optimizer
-    keyed: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        keyed.setdefault(_weight_decay_group(name, parameter), []).append(parameter)
-    groups = [
-        {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0}
-        for key, some in keyed.items()
-    ]
-    return ZeroOptimizer(
-        model,
-        _class(options),
-        replace(
-            config.zero,
-            reduction="sum",
-            bucket_bytes=config.train.bucket_bytes,
-            max_grad_norm=_max_grad_norm(options),
-            device=device,
-            initialize=lambda module: model.initialize(config.train.seed, only=module),
-        ),
-        mesh=mesh,
-        params=groups,
-        **_arguments(options),
-    )
-
-
 def recompute_modules(model: nn.Module, options: RecomputeConfig) -> None:
     """Let the chosen modules of `model` keep their inputs alone.
 
@@ -214,18 +186,6 @@ def recompute_modules(model: nn.Module, options: RecomputeConfig) -> None:
         )
     except ValueError as error:
         raise ConfigError(f"recompute.modules: {error}") from None
-
-
-def make_loss_scale(options: PrecisionConfig) -> LossScale:
-    """The loss scale's state machine; it stays at 1 where gradients need none."""
-    if not PRECISIONS[options.dtype].scaled:
-        return LossScale(initial=1.0)
-    return LossScale(
-        initial=options.initial_scale,
-        window=options.scale_window,
-        hysteresis=options.hysteresis,
-        minimum=options.minimum_scale,
-    )
 
 
 def make_named_optimizer(

@@ -7,11 +7,16 @@ rank r of the mesh's axis "dp" has rows r * share ... (r + 1) * share - 1 of eac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from pyops.config import Config
 from pyops.data import Batches, prepare, validation_rows
 from pyops.mesh import Mesh
+from pyops.train.setup.gpt_layers import batch_of
 
 __all__ = ["TextData"]
 
@@ -50,13 +55,15 @@ class TextData:
         )
         self.num_rows = options.batch // num_ranks
         """Sequences of this rank in each batch."""
-        self.num_microbatches = config.parallel.cut(self.num_rows, micro_batch=options.micro_batch)
-        self.microbatch_rows = self.num_rows // self.num_microbatches
-        """Sequences that go through the model at once."""
 
-    def num_bytes(self, rows_BT: Tensor) -> int:
-        """Bytes of text that the targets of these rows [B, T + 1] stand for."""
-        return int(self.corpus.tokenizer.token_bytes(rows_BT[:, 1:].numpy()))
+    def next(self, device: torch.device) -> dict[str, Any]:
+        """This rank's next batch, as `batch_of` has it."""
+        return batch_of(self.batches.next().to(device))
+
+    def validation(self, device: torch.device) -> Iterator[dict[str, Any]]:
+        """The rows held out, once, some at a time: at least one batch, which may have none."""
+        for rows_BT in self.held_out_BT.split(self.num_rows):
+            yield batch_of(rows_BT.to(device))
 
     def decode(self, tokens: Tensor) -> str:
         """The text of these tokens."""

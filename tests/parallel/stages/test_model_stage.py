@@ -14,13 +14,13 @@ from pyops.parallel.batches import accepted_names, model_arguments
 from pyops.parallel.losses import loss_of
 from pyops.parallel.stages.block_lists import find_block_lists
 from pyops.parallel.stages.block_record import BlockRecord
+from pyops.parallel.stages.block_stages import stage_boundaries
 from pyops.parallel.stages.cut_check import backward_in_turn, run_in_turn
 from pyops.parallel.stages.layout_trial import find_layout
 from pyops.parallel.stages.model_layout import ModelLayout
 from pyops.parallel.stages.model_stage import ModelStage, cut_into_stages
 from pyops.parallel.stages.placeholder import meta_copy
 from pyops.parallel.stages.stage_range import StageRange
-from pyops.parallel.stages.staged_model import stage_boundaries
 from tests.parallel.tiny_transformers import MODELS, batch_for, make_model
 
 pytestmark = pytest.mark.cpu_only

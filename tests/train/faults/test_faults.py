@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pyops.checkpoint import Checkpoints, load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config
-from pyops.train import text_training, train
+from pyops.mesh import Mesh
+from pyops.parallel import trainer
+from pyops.train import train
 from tests.grids import full
 from tests.train.faults.killed_run import train_and_die
 from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
@@ -109,14 +110,14 @@ def test_a_killed_rank(world, tmp_path, reference, where):
 
 
 def _killed_before_losses_are_summed(rank: int, group: Any, config: Config) -> str:
-    inner, calls = text_training._sum_over_ranks, itertools.count()
+    inner, calls = trainer.sum_over_copies, itertools.count()
 
-    def dying(totals: torch.Tensor) -> torch.Tensor:
+    def dying(total: float, mesh: Mesh, **options: Any) -> float:
         if next(calls) == 3 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return inner(totals)
+        return inner(total, mesh, **options)
 
-    text_training._sum_over_ranks = dying
+    trainer.sum_over_copies = dying
     try:
         train(config)
     except CommunicationError as error:

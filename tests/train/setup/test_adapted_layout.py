@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pyops.cli.commands import main
-from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig, ZeroConfig
+from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig, ZeroConfig, plan_for_run
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.elastic import Grid
 from pyops.elastic.membership import GIB
 from pyops.models import GPT, GPTConfig
-from pyops.train import folder as folders
-from pyops.train.folder import continues, finished, prepare_folder
+from pyops.train.host import run_folder as folders
+from pyops.train.host.run_folder import continues, finished, prepare_folder
 from pyops.train.lr_range import lr_range_test
 from pyops.train.setup.adapted_layout import adapted, limits_of, trouble_ahead
 from tests.train.tiny_run import config_of
@@ -100,7 +100,8 @@ def test_every_number_of_ranks_has_a_configuration(case):
         micro_batches = parallel.cut(share, micro_batch=found.train.micro_batch)
         assert share % micro_batches == 0
         if grid.pp > 1:
-            parallel.plan(micro_batches)
+            plan = plan_for_run(found, num_rows=share)
+            assert plan.schedule().num_microbatches == micro_batches
         if ranks >= given.parallel.tp * given.parallel.pp:
             assert (grid.tp, grid.pp) == (given.parallel.tp, given.parallel.pp)
 

@@ -1,30 +1,16 @@
-"""A run that trains a Hugging Face folder: its sections as the ParallelPlan of
-`pyops.parallel.parallelize`, and what does not go with a folder.
-
-| section | of the plan |
-|---|---|
-| [parallel] tp, pp, dp, sequence_parallel | the same |
-| [parallel] schedule, v, recompute, num_microbatches | pipeline |
-| [zero]; [train] bucket_bytes; [precision] initial_scale, ... | zero |
-| [recompute] modules, [precision] dtype, [train] compile | recompute, precision, compile |
-| [train] micro_batch | num_microbatches; with a pipeline pipeline.num_microbatches |
-| [optimizer] max_grad_norm | max_grad_norm |
-"""
+"""What a run that trains a Hugging Face folder does not go with."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from typing import Any
 
 from pyops.config.config_error import ConfigError
+from pyops.config.run_plan import plan_for_run
 from pyops.config.run_sections import RunSections
 from pyops.config.task_config import TaskConfig
-from pyops.parallel import ParallelPlan, PipelineOptions
-from pyops.precision import PRECISIONS, LossScale
 
-__all__ = ["check_folder", "plan_for_folder"]
+__all__ = ["check_folder"]
 
 WHOLE_LAYERS = ("lamb", "lars", "adafactor")
 
@@ -72,51 +58,6 @@ def check_folder(config: RunSections) -> None:
                 f" a run that trains a folder {why}; set it to {json.dumps(taken)}"
             )
     try:
-        plan_for_folder(config, num_rows=1).validate()
+        plan_for_run(config, num_rows=1).validate()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model.folder with these sections: {error}") from None
-
-
-def plan_for_folder(config: RunSections, *, num_rows: int) -> ParallelPlan:
-    """How the ranks share the folder's model out.
-
-    Args:
-        config: Of a run that trains a folder.
-        num_rows: Of a batch, for each copy of the model.
-
-    Raises:
-        ValueError: The rows can't be cut as [parallel] and [train] say.
-    """
-    parallel, options, precision = config.parallel, config.train, config.precision
-    micro_batch = min(options.micro_batch, num_rows)
-    microbatches = parallel.cut(num_rows, micro_batch=micro_batch) if num_rows > 1 else 1
-    pipeline = PipelineOptions()
-    if parallel.pp > 1:
-        pipeline = PipelineOptions(
-            schedule=parallel.schedule,
-            num_microbatches=microbatches,
-            stages_per_rank=parallel.v,
-            recompute=parallel.recompute,
-        )
-    scale = None
-    if PRECISIONS[precision.dtype].scaled:
-        scale = LossScale(
-            initial=precision.initial_scale,
-            window=precision.scale_window,
-            hysteresis=precision.hysteresis,
-            minimum=precision.minimum_scale,
-        )
-    return ParallelPlan(
-        tp=parallel.tp,
-        pp=parallel.pp,
-        dp=parallel.dp,
-        sequence_parallel=parallel.sequence_parallel,
-        pipeline=pipeline,
-        zero=replace(config.zero, bucket_bytes=options.bucket_bytes, loss_scale=scale),
-        recompute=config.recompute.modules,
-        precision=precision.dtype,
-        num_microbatches=1 if parallel.pp > 1 else microbatches,
-        compile=options.compile,
-        # A limit of infinity never clips, but the norm is taken, which the metrics show.
-        max_grad_norm=config.optimizer.max_grad_norm or math.inf,
-    )
