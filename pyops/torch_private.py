@@ -45,6 +45,9 @@ __all__ = [
     "set_timeout",
     "storage_address",
     "storage_use_count",
+    "symmetric_empty_tensor",
+    "symmetric_remote",
+    "symmetric_rendezvous",
     "tensor_hooks",
     "unscale_and_check_finite",
     "without_torch_function",
@@ -239,3 +242,28 @@ def has_symmetric_memory(group: dist.ProcessGroup) -> bool:
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
     return bool(is_symm_mem_enabled_for_group(group.group_name))
+
+
+def symmetric_empty_tensor(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that other ranks can map, once all have met in `symmetric_rendezvous`."""
+    from torch.distributed import _symmetric_memory
+
+    found: Tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
+    return found
+
+
+def symmetric_rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    """Map the tensors of all ranks into each other's memory. Collective. The handle has
+    `multicast_ptr`, 0 where the switch can't add."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(tensor, group.group_name)
+
+
+def symmetric_remote(handle: Any, rank: int, like: Tensor) -> Tensor:
+    """The tensor of a rank that stands where `like` stands here."""
+    if hasattr(handle, "get_remote_tensor"):  # knows where in its block the tensor begins
+        found: Tensor = handle.get_remote_tensor(rank, tuple(like.shape), like.dtype)
+        return found
+    older: Tensor = handle.get_buffer(rank, tuple(like.shape), like.dtype)
+    return older

@@ -1,5 +1,5 @@
-"""ZeRO's step in one kernel over symmetric memory, compiled for the host: the bits of reduce-scatter,
-Adam and all-gather one after the other.
+"""ZeRO's step in one kernel over symmetric memory, compiled for the host: the bits of
+reduce-scatter, Adam and all-gather one after the other.
 """
 
 from __future__ import annotations

@@ -32,8 +32,36 @@ extern "C" {
 
 int64_t emulated_pad_bytes() { return sizeof(Pad); }
 
-// rows, outs: [size, size] addresses, of each rank's own launch; outs of a rank end at the first null. absent: a set of ranks that
-// never come. times: launches of every rank, one after the other. head < 0: one element at a time.
+// One rank's launch of `times` kernels. outs end at the first null; head < 0: one element at a time.
+void emulated_symmetric_rank(unsigned grid, int r, int size, int times, const void* const* rows, void* const* outs,
+                             void* const* pads, int64_t numel, int head, double scale, int dtype_out, int dtype_in, double* norm,
+                             void* whole, int64_t whole_numel, uint32_t* failure, int64_t timeout) {
+  SymmetricSum a{};
+  a.peers.rank = r;
+  a.peers.size = size;
+  a.peers.timeout = timeout;
+  a.peers.failure = failure;
+  for (int p = 0; p < size; ++p) {
+    a.peers.pad[p] = static_cast<Pad*>(pads[p]);
+    a.row[p] = rows[p];
+    if (outs[p]) a.out[a.outs++] = outs[p];
+  }
+  a.numel = numel;
+  a.head = head < 0 ? 0 : head;
+  a.scale = static_cast<float>(scale);
+  a.norm = norm;
+  a.whole = whole;
+  a.whole_numel = whole_numel;
+  with_dtype(dtype_out, [&](auto to) {
+    with_dtype(dtype_in, [&](auto from) {
+      constexpr int OUT = decltype(to)::value, IN = decltype(from)::value;
+      constexpr int N = 16 / (bytes_of(OUT) > bytes_of(IN) ? bytes_of(OUT) : bytes_of(IN));
+      for (int k = 0; k < times; ++k) head < 0 ? run<OUT, IN, 1>(grid, a) : run<OUT, IN, N>(grid, a);
+    });
+  });
+}
+
+// All ranks at once. rows, outs: [size, size] addresses. absent: a set of ranks that never come.
 void emulated_symmetric(unsigned grid, int size, int times, const void* const* rows, void* const* outs, void* const* pads,
                         const int64_t* numels, const int* heads, double scale, int dtype_out, int dtype_in, double* norms,
                         void* const* wholes, const int64_t* whole_numels, uint32_t* failures, int64_t timeout, unsigned absent) {
@@ -41,29 +69,8 @@ void emulated_symmetric(unsigned grid, int size, int times, const void* const* r
   for (int r = 0; r < size; ++r) {
     if (absent >> r & 1) continue;
     ranks.emplace_back([=] {
-      SymmetricSum a{};
-      a.peers.rank = r;
-      a.peers.size = size;
-      a.peers.timeout = timeout;
-      a.peers.failure = failures + r;
-      for (int p = 0; p < size; ++p) {
-        a.peers.pad[p] = static_cast<Pad*>(pads[p]);
-        a.row[p] = rows[r * size + p];
-        if (outs[r * size + p]) a.out[a.outs++] = outs[r * size + p];
-      }
-      a.numel = numels[r];
-      a.head = heads[r] < 0 ? 0 : heads[r];
-      a.scale = static_cast<float>(scale);
-      a.norm = norms ? norms + 2 * r : nullptr;
-      a.whole = wholes[r];
-      a.whole_numel = whole_numels[r];
-      with_dtype(dtype_out, [&](auto to) {
-        with_dtype(dtype_in, [&](auto from) {
-          constexpr int OUT = decltype(to)::value, IN = decltype(from)::value;
-          constexpr int N = 16 / (bytes_of(OUT) > bytes_of(IN) ? bytes_of(OUT) : bytes_of(IN));
-          for (int k = 0; k < times; ++k) heads[r] < 0 ? run<OUT, IN, 1>(grid, a) : run<OUT, IN, N>(grid, a);
-        });
-      });
+      emulated_symmetric_rank(grid, r, size, times, rows + r * size, outs + r * size, pads, numels[r], heads[r], scale, dtype_out,
+                              dtype_in, norms ? norms + 2 * r : nullptr, wholes[r], whole_numels[r], failures + r, timeout);
     });
   }
   for (std::thread& rank : ranks) rank.join();
