@@ -42,10 +42,11 @@ __all__ = [
     "preserve_version_counter",
     "set_group_timeout",
     "set_timeout",
-    "share_symmetric_memory",
     "storage_address",
     "storage_use_count",
-    "symmetric_memory",
+    "symmetric_empty_tensor",
+    "symmetric_remote",
+    "symmetric_rendezvous",
     "tensor_hooks",
     "unscale_and_check_finite",
     "without_torch_function",
@@ -235,16 +236,26 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> 
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def symmetric_memory(device: torch.device) -> Tensor:
-    """A few bytes that the ranks of a host could map of each other; an error of any kind where this
-    torch or this device has no such memory."""
+def symmetric_empty_tensor(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that other ranks can map, once all have met in `symmetric_rendezvous`."""
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.empty(16, dtype=torch.uint8, device=device)
+    found: Tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
+    return found
 
 
-def share_symmetric_memory(memory: Tensor, group: dist.ProcessGroup) -> None:
-    """Map each other's memory, a collective; an error of any kind where that can't be done."""
+def symmetric_rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    """Map the tensors of all ranks into each other's memory. Collective. The handle has
+    `multicast_ptr`, 0 where the switch can't add."""
     from torch.distributed import _symmetric_memory
 
-    _symmetric_memory.rendezvous(memory, group)
+    return _symmetric_memory.rendezvous(tensor, group.group_name)
+
+
+def symmetric_remote(handle: Any, rank: int, like: Tensor) -> Tensor:
+    """The tensor of a rank that stands where `like` stands here."""
+    if hasattr(handle, "get_remote_tensor"):  # knows where in its block the tensor begins
+        found: Tensor = handle.get_remote_tensor(rank, tuple(like.shape), like.dtype)
+        return found
+    older: Tensor = handle.get_buffer(rank, tuple(like.shape), like.dtype)
+    return older

@@ -15,6 +15,7 @@ of `torch.ops.pyops`.
     grad_norm  squared_norm, squared_norm_from_table   sum of squares and count of non-finite
                                                        elements
     reduce     accumulate_, sum_rows_, scale_cast_     the arithmetic of collectives
+    symmetric  symmetric_sum_                          the sum of ranks over symmetric memory
     onebit     onebit_encode_, onebit_reencode_, onebit_decode_, onebit_sum_rows_; onebit_norm,
                onebit_encode_scaled_
     quantize   quantize_encode_, quantize_reencode_, quantize_decode_, quantize_sum_rows_: int8, fp8
@@ -34,7 +35,7 @@ csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/trit
 """
 
 from pyops.ops import random
-from pyops.ops.communication import onebit, quantize, reduce
+from pyops.ops.communication import onebit, quantize, reduce, symmetric
 from pyops.ops.layers import activation, cross_entropy, dropout, norm, rotary
 from pyops.ops.library import build_info, has_kernel, isa, native
 from pyops.ops.optimizers import (
@@ -73,5 +74,6 @@ __all__ = [
     "reduce",
     "rotary",
     "sgd",
+    "symmetric",
     "table",
 ]

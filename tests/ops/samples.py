@@ -202,6 +202,16 @@ def _rows(device: torch.device) -> list[Tensor]:
     return [torch.randn(6, device=device).bfloat16() for _ in range(3)]
 
 
+def _symmetric_sum(device: torch.device) -> Sample:
+    """Of one rank, which has nobody to wait for."""
+    row, whole, out = _rows(device)
+    failure = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    pad = torch.zeros(8192, dtype=torch.int64, device=device)
+    norm = torch.zeros(2, dtype=torch.float64, device=device)
+    options = {"rank": 0, "ctas": 3, "scale": 0.25, "timeout_ns": 10**9}
+    return (whole, [out], [row], [pad], failure, norm), options
+
+
 _PLACE = {"key": -3, "offset": 5, "row": 3, "row_stride": 8}
 
 
@@ -334,6 +344,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         (torch.zeros(6, device=device).half(), _rows(device)[0]),
         {"scale": 0.75},
     ),
+    "symmetric_sum_": _symmetric_sum,
     "onebit_encode_": lambda device: (_codec(device, 17), {"block": 64, "rule": "rms"}),
     "onebit_norm": lambda device: (_codec(device, 1)[1:3], {}),
     "onebit_encode_scaled_": lambda device: (

@@ -24,6 +24,7 @@ STEMS = (
     "adafactor",
     "grad_norm",
     "reduce",
+    "symmetric",
     "random",
     "onebit",
     "quantize",

@@ -40,7 +40,7 @@ from pyops.torch_private import backend_name, group_store, group_timeout
 
 __all__ = ["ALGORITHMS", "Communicator", "release"]
 
-ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory")
+ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory", "symmetric")
 _ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FINGERPRINT = struct.Struct("<16s3q")
 _REFUSED = b"refused"  # in the place of a dtype's name
@@ -89,6 +89,7 @@ class Communicator:
         self._costs: dict[tuple[str, str], probe.Table] = {}
         self._broken: CommunicationError | None = None
         self._streams: dict[torch.device, Any] = {}
+        self.symmetric: dict[torch.device, Any] = {}  # symmetric.memory_of; None: there is none
 
     @staticmethod
     def of(group: ProcessGroupLike = None) -> Communicator:
@@ -151,6 +152,7 @@ class Communicator:
         """End the thread and let go of the shared memory."""
         self.worker.stop()
         self._shared = None
+        self.symmetric.clear()
 
     # --- running
     # ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyops.comm.collectives import native, ring, two_shot
+from pyops.comm.collectives import native, ring, symmetric, two_shot
 from pyops.comm.collectives.arithmetic import (
     check_reducible,
     row_starts,
@@ -58,9 +58,10 @@ def all_reduce(
         group: the ranks; None for the default group (one process where torch.distributed is not
             initialized), pyops.mesh.ALONE for this process alone.
         op: "sum" or "mean".
-        algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "native"
-            (the backend's own), or "auto", the fastest by measurement. "two_shot" and
-            "shared_memory" sum in rank order; the ring in an order that depends on an element's
+        algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "symmetric"
+            (CUDA tensors of fp32, bf16 or fp16, GPUs of one node; "native" elsewhere), "native"
+            (the backend's own), or "auto", the fastest by measurement. "two_shot", "shared_memory"
+            and "symmetric" sum in rank order; the ring in an order that depends on an element's
             position in the buffer of which the tensor is the slice at `offset`, and on
             `segment_bytes`.
         async_op: return at once; the tensor is the result after `wait()` of what is returned.
@@ -126,6 +127,12 @@ def _reduce(
         return lambda x: _reduce(comm, x, scale, name, segment, 0, spins)
 
     chosen = comm.choose(algorithm, flat, runners=runner)
+    if chosen == "symmetric":
+        if (memory := _symmetric(comm, flat)) is not None:
+            comm.count(2 * _others_share(comm, flat))
+            memory.all_reduce(flat, scale=scale)
+            return
+        chosen = "native"
     if chosen == "shared_memory":
         comm.count(2 * _others_share(comm, flat))
         comm.shared_memory().all_reduce(flat, scale=scale, spins=spins)
@@ -225,6 +232,12 @@ def _reduce_scatter(
         flat,
         runners=lambda name: lambda x: _reduce(comm, x, 1.0, name, segment, 0, spins),
     )
+    if chosen == "symmetric":
+        if (memory := _symmetric(comm, flat)) is not None:
+            comm.count(_others_share(comm, flat))
+            memory.reduce_scatter(flat, out, starts=starts, scale=scale)
+            return
+        chosen = "native"
     if chosen == "shared_memory":
         comm.count(_others_share(comm, flat))
         comm.shared_memory().reduce_scatter(flat, out, starts=starts, scale=scale, spins=spins)
@@ -332,6 +345,7 @@ def _all_gather(
     chosen = comm.choose(
         algorithm, x, runners=lambda name: lambda y: _reduce(comm, y, 1.0, name, segment, 0, spins)
     )
+    chosen = "native" if chosen == "symmetric" else chosen  # nothing is added
     if chosen in ("shared_memory", "native"):
         comm.count((comm.size - 1) * x.numel() * x.element_size())
     if chosen == "shared_memory":
@@ -345,6 +359,13 @@ def _all_gather(
             )
         function = ring.all_gather if chosen == "ring" else two_shot.all_gather
         function(x, out, starts=starts, transport=comm.transport, segment=segment)
+
+
+def _symmetric(comm: Communicator, flat: Tensor) -> symmetric.SymmetricMemory | None:
+    """The group's symmetric memory, where it has any and sums of this dtype are made in it."""
+    if flat.dtype not in symmetric.DTYPES:
+        return None
+    return symmetric.memory_of(comm, flat.device)
 
 
 def _others_share(comm: Communicator, flat: Tensor) -> float:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.tensor_parallel.functional.ranks import Ranks
-from pyops.torch_private import share_symmetric_memory, symmetric_memory
+from pyops.torch_private import symmetric_empty_tensor, symmetric_rendezvous
 
 __all__ = ["LEAST", "fuses", "gathered_products", "scattered_product"]
 
@@ -54,13 +54,13 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     if group not in _found:
         memory = error = None
         try:
-            memory = symmetric_memory(device)
+            memory = symmetric_empty_tensor(16, dtype=torch.uint8, device=device)
         except Exception as caught:  # of any kind: these names of torch are private
             error = caught
         if _all(error is None, group, device):
             try:
                 assert memory is not None
-                share_symmetric_memory(memory, group)
+                symmetric_rendezvous(memory, group)
             except Exception as caught:
                 error = caught
             _found[group] = _all(error is None, group, device)

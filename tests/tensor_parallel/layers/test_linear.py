@@ -228,7 +228,7 @@ def shared(rank: int, group: dist.ProcessGroup) -> list[tuple[bool, int]]:
     for lacks, fails in ((-1, -1), (1, -1), (-1, 0)):
         mapped = []
 
-        def memory(device: Any, lacks: int = lacks) -> Tensor:
+        def memory(numel: int, lacks: int = lacks, **_: Any) -> Tensor:
             if rank == lacks:
                 raise ImportError("no such memory")
             return torch.empty(16)
@@ -238,7 +238,7 @@ def shared(rank: int, group: dist.ProcessGroup) -> list[tuple[bool, int]]:
             if rank == fails:
                 raise RuntimeError("no peer access")
 
-        patched = {"symmetric_memory": memory, "share_symmetric_memory": share}
+        patched = {"symmetric_empty_tensor": memory, "symmetric_rendezvous": share}
         symmetric._found.clear()
         with mock.patch.multiple(symmetric, **patched):
             answers = {symmetric.shares_memory(group, torch.device("cpu")) for _ in range(3)}

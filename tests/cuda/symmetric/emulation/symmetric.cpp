@@ -1,0 +1,112 @@
+// The kernels over symmetric memory as functions of the host: n ranks as n buffers of one process, for tests/cuda/symmetric.
+#include <cuda_runtime.h>
+
+#include <thread>
+#include <vector>
+
+#include "../../../../csrc/cuda/symmetric_kernel.cuh"
+#include "../../../../csrc/cuda/symmetric_step.cuh"
+#include "../../../../csrc/math/adam.h"
+
+using namespace pyops;
+using namespace pyops::cuda;
+
+namespace {
+
+template <int OUT, int IN, int N>
+void run(unsigned grid, const SymmetricSum& a) {
+  const auto with = [&](auto size) {
+    emulation::launch(grid, THREADS, [&] { symmetric_kernel<OUT, IN, N, decltype(size)::value>(a); });
+  };
+  switch (a.peers.size) {
+    case 2: return with(Code<2>{});
+    case 4: return with(Code<4>{});
+    case 8: return with(Code<8>{});
+    default: return with(Code<0>{});
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t emulated_pad_bytes() { return sizeof(Pad); }
+
+// One rank's launch of `times` kernels. outs end at the first null; head < 0: one element at a time.
+void emulated_symmetric_rank(unsigned grid, int r, int size, int times, const void* const* rows, void* const* outs,
+                             void* const* pads, int64_t numel, int head, double scale, int dtype_out, int dtype_in, double* norm,
+                             void* whole, int64_t whole_numel, uint32_t* failure, int64_t timeout) {
+  SymmetricSum a{};
+  a.peers.rank = r;
+  a.peers.size = size;
+  a.peers.timeout = timeout;
+  a.peers.failure = failure;
+  for (int p = 0; p < size; ++p) {
+    a.peers.pad[p] = static_cast<Pad*>(pads[p]);
+    a.row[p] = rows[p];
+    if (outs[p]) a.out[a.outs++] = outs[p];
+  }
+  a.numel = numel;
+  a.head = head < 0 ? 0 : head;
+  a.scale = static_cast<float>(scale);
+  a.norm = norm;
+  a.whole = whole;
+  a.whole_numel = whole_numel;
+  with_dtype(dtype_out, [&](auto to) {
+    with_dtype(dtype_in, [&](auto from) {
+      constexpr int OUT = decltype(to)::value, IN = decltype(from)::value;
+      constexpr int N = 16 / (bytes_of(OUT) > bytes_of(IN) ? bytes_of(OUT) : bytes_of(IN));
+      for (int k = 0; k < times; ++k) head < 0 ? run<OUT, IN, 1>(grid, a) : run<OUT, IN, N>(grid, a);
+    });
+  });
+}
+
+// All ranks at once. rows, outs: [size, size] addresses. absent: a set of ranks that never come.
+void emulated_symmetric(unsigned grid, int size, int times, const void* const* rows, void* const* outs, void* const* pads,
+                        const int64_t* numels, const int* heads, double scale, int dtype_out, int dtype_in, double* norms,
+                        void* const* wholes, const int64_t* whole_numels, uint32_t* failures, int64_t timeout, unsigned absent) {
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < size; ++r) {
+    if (absent >> r & 1) continue;
+    ranks.emplace_back([=] {
+      emulated_symmetric_rank(grid, r, size, times, rows + r * size, outs + r * size, pads, numels[r], heads[r], scale, dtype_out,
+                              dtype_in, norms ? norms + 2 * r : nullptr, wholes[r], whole_numels[r], failures + r, timeout);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+// Adam over the tables of all ranks at once. shifts: [size, size] bytes from a rank's gradients, then parameters, to those of each.
+// options: the numbers of AdamOptions; flags: 1 decoupled, 2 maximize, 4 the sum is not rounded.
+void emulated_symmetric_step(unsigned grid, int size, int64_t* const* tables, const int* rows, void* const* pads,
+                             const int64_t* grad_shifts, const int64_t* param_shifts, double scale, const double* o, int flags,
+                             const float* grad_factor, const float* found_inf, uint32_t* failures, int64_t timeout,
+                             unsigned absent) {
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < size; ++r) {
+    if (absent >> r & 1) continue;
+    ranks.emplace_back([=] {
+      SymmetricStep<Adam> a{};
+      a.step.table = tables[r];
+      a.step.rows = rows[r];
+      a.step.grad_factor = grad_factor;
+      a.step.found_inf = found_inf;
+      a.step.options = {o[0], o[1], o[2], o[3], o[4], (flags & 1) != 0, (flags & 2) != 0};
+      a.peers.rank = r;
+      a.peers.size = size;
+      a.peers.timeout = timeout;
+      a.peers.failure = failures + r;
+      for (int p = 0; p < size; ++p) {
+        a.peers.pad[p] = static_cast<Pad*>(pads[p]);
+        a.grads[p] = grad_shifts[r * size + p];
+        a.params[p] = param_shifts[r * size + p];
+      }
+      a.scale = static_cast<float>(scale);
+      a.in_fp32 = flags & 4;
+      emulation::launch(grid, THREADS, [&] { symmetric_step_kernel<Adam>(a); });
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+}  // extern "C"
