@@ -6,6 +6,7 @@
 #   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
 #   make wheel   build, then make a wheel in dist/ for this Python and for Linux like this one or newer
 #   make rehearse  build, then run the tests that a GPU runs on a CUDA device that is not there: tests/pretend_cuda
+#   make race    the CUDA kernels on the host under ThreadSanitizer, AddressSanitizer and UBSan, needs g++ alone: tests/cuda/race
 #   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing; PARTS= chooses: see benchmarks/gpu.sh
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -20,7 +21,7 @@ TESTS  ?= tests
 PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile
 SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test test-full bench lint docs wheel rehearse gpu clean
+.PHONY: train test test-full bench lint docs wheel rehearse race gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -50,6 +51,9 @@ wheel: $(VENV)/.lint
 	rm -rf build/lib.* build/bdist.* build/wheel
 	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' --wheel-dir dist build/wheel/*.whl
+
+race:
+	$(PYTHON) -m tests.cuda.race.check $(RACE)
 
 rehearse: $(VENV)/.built
 	PYOPS_PRETEND_CUDA=$$($(BIN)/python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda PYOPS_TEST_DEVICE=cuda \

@@ -54,6 +54,12 @@ __device__ __forceinline__ void put_scale(uint8_t* payload, int64_t block, float
     for (int k = 0; k < 4; ++k) to[k] = static_cast<uint8_t>(bits >> (8 * k));
 }
 
+// Says that a scale is no number. Warps may do so at once, which is a race by name: all write the
+// same value.
+__device__ __forceinline__ void raise_flag(float* flag) {
+    if (flag) *flag = 1.0f;
+}
+
 // Elements i .. i + 3 of those before `end`; 0 beyond.
 template <int DTYPE>
 __device__ __forceinline__ void load_four(const void* base, int64_t i, int64_t end,

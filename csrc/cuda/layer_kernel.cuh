@@ -1,5 +1,5 @@
-// The layer-wise optimizers on CUDA: every row cut into SLICES parts, whose sums are added in their
-// order.
+// The layer-wise optimizers on CUDA: every row cut into SLICES parts, or as many as it has chunks,
+// whose sums are added in their order.
 //
 //   first   CTAs take (row, slice) in turn: moments, and the slice's squared norms
 //           -> partial[row][slice]
@@ -16,7 +16,7 @@
 
 namespace pyops::cuda {
 
-constexpr int SLICES = THREADS;
+static_assert(SLICES == THREADS, "a slice for each thread of add_up_kernel");
 
 struct SquaredNorms {
     double param, other;
@@ -132,12 +132,9 @@ __device__ __forceinline__ void first_of(const LayerArguments<typename First::Op
 
 template <typename First, bool SR>
 __device__ __forceinline__ SquaredNorms first_slice(
-    const LayerArguments<typename First::Options>& a, const FirstRow<First>& row, int slice) {
+    const LayerArguments<typename First::Options>& a, const FirstRow<First>& row, Range chunks) {
     double param = 0.0, other = 0.0;
-    const int64_t chunks = chunks_of(row.numel), end = (slice + 1) * chunks / SLICES;
-    int64_t index = slice * chunks / SLICES;
-    if (index == end) return {0.0, 0.0};  // the CTA at once: most slices of a small layer
-    for (; index < end; ++index) {
+    for (int64_t index = chunks.begin; index < chunks.end; ++index) {
         const Range range = elements_of(index, row.numel, CHUNK, row.head);
         const Range packs = packs_of(range, index == 0 ? row.head : 0, row.pack);
         if (row.pack == 1) {
@@ -160,21 +157,28 @@ __global__ __launch_bounds__(THREADS, 3) void first_kernel(
         return;
     }
     __shared__ FirstRow<First> row;
+    if (threadIdx.x == 0) row.step = -1.0f;
     const int64_t items = static_cast<int64_t>(a.rows) * SLICES;
-    int last = -1;
+    int entered = -1;
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         const int r = static_cast<int>(item / SLICES), slice = static_cast<int>(item % SLICES);
-        if (r != last) {
+        // Before the row is entered, which takes one thread longer than a chunk takes all of them:
+        // a small layer has few slices.
+        const int64_t chunks = chunks_of(column(a.table, r, NUMEL));
+        if (slice >= slices_of(chunks)) continue;
+        if (r != entered) {
             __syncthreads();
             if (threadIdx.x == 0) {
                 row.point_to(a.table, r, First::REQUIRED_COLUMNS);
-                row.step = *pointer<const float>(a.table, r, STEP) + 1.0f;
-                row.first.enter(a, row.step);
+                const float step = *pointer<const float>(a.table, r, STEP) + 1.0f;
+                if (step != row.step) row.first.enter(a, step);  // most rows share it
+                row.step = step;
             }
             __syncthreads();
-            last = r;
+            entered = r;
         }
-        const SquaredNorms sums = first_slice<First, SR>(a, row, slice);
+        const SquaredNorms sums = first_slice<First, SR>(
+            a, row, {slice_begin(slice, chunks), slice_begin(slice + 1, chunks)});
         if (threadIdx.x == 0) a.partial[item] = sums;
     }
 }
@@ -184,7 +188,10 @@ __global__ __launch_bounds__(THREADS) void add_up_kernel(
     const __grid_constant__ LayerArguments<Options> a) {
     if (a.skips()) return;
     for (int r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const SquaredNorms mine = a.partial[static_cast<int64_t>(r) * SLICES + threadIdx.x];
+        const int slices = slices_of(chunks_of(column(a.table, r, NUMEL)));
+        SquaredNorms mine{0.0, 0.0};
+        if (static_cast<int>(threadIdx.x) < slices)
+            mine = a.partial[static_cast<int64_t>(r) * SLICES + threadIdx.x];
         const double param = block_sum<THREADS>(mine.param), other = block_sum<THREADS>(mine.other);
         if (threadIdx.x == 0) a.norms[r] = {param, other};
     }

@@ -62,6 +62,17 @@ PYOPS_EVERYWHERE int row_of(const First& first, int rows, int64_t chunk, const V
     return low;
 }
 
+// Rows that are summed in slices: SLICES of them, or one for each chunk of a shorter row. A slice
+// begins at chunk slice * chunks / slices.
+constexpr int SLICES = 256;
+
+PYOPS_EVERYWHERE int slices_of(int64_t chunks) {
+    return chunks < SLICES ? static_cast<int>(chunks) : SLICES;
+}
+PYOPS_EVERYWHERE int64_t slice_begin(int slice, int64_t chunks) {
+    return chunks <= SLICES ? slice : slice * chunks / SLICES;
+}
+
 // How many elements `address` lies beyond the last pack boundary, 0 <= n < pack; -1 if it is no
 // multiple of `bytes`: 2, 4 or 8. `pack` is a power of two, everywhere.
 PYOPS_EVERYWHERE int misalignment(const void* address, int bytes, int pack) {

@@ -84,7 +84,7 @@ __global__ __launch_bounds__(CODEC_THREADS,
                 scale = quantize_scale<FORMAT>(largest);
                 if (threadIdx.x % WARP == 0) {
                     put_scale(codec.payload, b, scale);
-                    if (scale != scale && codec.flag) *codec.flag = 1.0f;
+                    if (scale != scale) raise_flag(codec.flag);
                 }
             },
             [&](int64_t i, const float (&u)[4]) {

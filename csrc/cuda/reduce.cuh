@@ -41,7 +41,7 @@ __device__ __forceinline__ T block_sum(T value) {
 // The ticket returns to zero by itself, so that the next launch finds it so.
 __device__ __forceinline__ bool last_cta(unsigned* ticket) {
     __shared__ bool last;
-    __syncthreads();
+    __syncthreads();  // what other threads than the first wrote is to be seen, too
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;

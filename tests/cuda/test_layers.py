@@ -29,7 +29,7 @@ from tests.cuda.test_rules import columns_of, compare
 
 pytestmark = pytest.mark.cpu_only
 
-SLICES = 256
+SLICES, CHUNK = 256, 4096
 LAMB = {
     "lr": 0.013,
     "beta1": 0.87,
@@ -120,6 +120,10 @@ def check(
                 )
         return
     torch.testing.assert_close(norms, exact, rtol=1e-5, atol=1e-12)
+    for sums, param in zip(partial, columns[0], strict=True):  # no row is entered for nothing
+        slices = min(SLICES, -(-param.numel() // CHUNK))
+        assert (sums[:slices] != 7.0).all()
+        assert (sums[slices:] == 7.0).all()
     compare(columns, expected, before)
 
 

@@ -1,0 +1,170 @@
+"""Every C++ CUDA kernel on the host under ThreadSanitizer, AddressSanitizer and
+UndefinedBehaviorSanitizer, and a look at whether each barrier and each fence would be missed.
+
+python -m tests.cuda.race.check [tsan] [mutants] [asan]      all three when none is named
+
+tsan      each CUDA thread a fiber with a vector clock of its own (runtime.cpp): 0 reports but those
+          of EXPLAINED
+mutants   the same with one barrier or fence that orders nothing, for each that stands in the
+          kernels: it must be reported, or be one of REDUNDANT
+asan      tensors of exactly their size, at aligned and odd addresses; and undefined behaviour
+
+Needs g++ and no GPU. What it can't see: the order of one warp's own lanes, which run in lockstep in
+the emulation's votes and shuffles, and what the hardware does beyond CUDA's memory model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+KERNELS = ROOT / "csrc" / "cuda"
+EMULATION = HERE.parent / "emulation"
+
+# From cheap to dear: a mutant is tried on one after the other until it is reported.
+FAMILIES = ("norm", "sum", "random", "layers", "codecs", "step")
+FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wno-unknown-pragmas")
+EXPLAINED = {"raise_flag": "several warps write the same value"}
+# Barriers that order nothing that any kernel relies on today, by the text of their line.
+REDUNDANT = {
+    "__syncthreads();  // what other threads than the first wrote is to be seen, too": (
+        "in every kernel of today the first thread alone touches what another CTA touches"
+    )
+}
+
+
+def build(folder: Path, sanitizers: str, includes: list[Path], sources: list[Path]) -> Path:
+    """The program of the cases, with the kernels compiled under these sanitizers."""
+    program, objects = folder / f"cases-{sanitizers.split(',')[0]}", []
+
+    def compiled(source: Path) -> Path:
+        out = folder / f"{source.stem}-{sanitizers.split(',')[0]}.o"
+        instrumented = [] if source.stem == "runtime" else [f"-fsanitize={sanitizers}"]
+        command = [os.environ.get("CXX", "g++"), *FLAGS, *instrumented]
+        command += [f"-I{include}" for include in includes] + ["-c", str(source), "-o", str(out)]
+        subprocess.run(command, check=True)
+        return out
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sources))
+    link = [os.environ.get("CXX", "g++"), f"-fsanitize={sanitizers}", *map(str, objects)]
+    subprocess.run([*link, "-o", str(program), "-lpthread"], check=True)
+    return program
+
+
+def run(program: Path, family: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["setarch", "-R", str(program), family],  # ThreadSanitizer's shadow wants its addresses
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+
+
+def reports(text: str) -> list[str]:
+    """Where in the kernels the accesses of each report of a data race stand."""
+    found = []
+    for report in text.split("WARNING: ThreadSanitizer")[1:]:
+        places = re.findall(r"(\w+\.cuh:\d+)", report)
+        found.append(" and ".join(dict.fromkeys(places[:2])) or report.strip().splitlines()[0])
+    return found
+
+
+def sites() -> dict[str, str]:
+    """`file:line` of every barrier and fence in the kernels, and the line's text."""
+    found = {}
+    for path in sorted(KERNELS.glob("*.cuh")):
+        for number, text in enumerate(path.read_text().splitlines(), start=1):
+            if re.search(r"__(syncthreads|threadfence)\(\)", text.split("//")[0]):
+                found[f"{path.name}:{number}"] = text.strip()
+    return found
+
+
+def tsan_options(folder: Path, *, stop: bool) -> str:
+    suppressions = folder / "explained"
+    suppressions.write_text("".join(f"race_top:{name}\n" for name in EXPLAINED))
+    return f"suppressions={suppressions} halt_on_error={int(stop)} report_thread_leaks=0"
+
+
+def check_races(program: Path, folder: Path) -> tuple[list[str], dict[str, set[str]]]:
+    """What is wrong, and which barriers and fences each family meets."""
+    wrong, met = [], {}
+    for family in FAMILIES:
+        begin = time.monotonic()
+        done = run(program, family, TSAN_OPTIONS=tsan_options(folder, stop=False), COVERED="1")
+        met[family] = set(re.findall(r"^met (\S+)", done.stdout, re.MULTILINE))
+        found = sorted(set(reports(done.stderr)))
+        if "done" not in done.stdout:
+            found.append(f"it ended with {done.returncode}: {done.stderr[-500:]}")
+        wrong += [f"tsan, {family}: {each}" for each in found]
+        print(f"tsan     {family:<8} {len(found)} findings {time.monotonic() - begin:6.1f} s")
+    return wrong, met
+
+
+def check_mutants(program: Path, folder: Path, met: dict[str, set[str]]) -> list[str]:
+    wrong, options = [], tsan_options(folder, stop=True)
+    if reports(run(program, "norm", TSAN_OPTIONS=options, WITHOUT="nothing.cuh:1").stderr):
+        wrong.append("mutant, none: something was reported with nothing taken out")
+    for site, text in sites().items():
+        begin, seen = time.monotonic(), ""
+        for family in (f for f in FAMILIES if site in met[f]):
+            if found := reports(run(program, family, TSAN_OPTIONS=options, WITHOUT=site).stderr):
+                seen = f"{family}: {found[0]}"
+                break
+        if not seen and text in REDUNDANT:
+            seen = f"not reported, rightly: {REDUNDANT[text]}"
+        elif not seen:
+            wrong.append(f"mutant, {site} ({text}): nothing was reported without it")
+        print(f"without  {site:<22} {seen or 'NOT REPORTED'} {time.monotonic() - begin:6.1f} s")
+    return wrong
+
+
+def check_addresses(program: Path) -> list[str]:
+    wrong = []
+    for family in FAMILIES:
+        begin = time.monotonic()
+        done = run(
+            program,
+            family,
+            ASAN_OPTIONS="detect_stack_use_after_return=0 detect_leaks=0",
+            UBSAN_OPTIONS="print_stacktrace=1 halt_on_error=1",
+        )
+        good = done.returncode == 0 and "done" in done.stdout and "runtime error" not in done.stderr
+        if not good:
+            wrong.append(f"asan, {family}: {done.stderr[:2000]}")
+        print(f"asan     {family:<8} {0 if good else 1} findings {time.monotonic() - begin:6.1f} s")
+    return wrong
+
+
+def main(chosen: list[str]) -> int:
+    chosen = chosen or ["tsan", "mutants", "asan"]
+    wrong = []
+    kernels = [EMULATION / "kernels.cpp", EMULATION / "codecs.cpp", HERE / "cases.cpp"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if {"tsan", "mutants"} & set(chosen):
+            sources = [*kernels, HERE / "runtime.cpp"]
+            program = build(folder, "thread", [HERE, EMULATION], sources)
+            found, met = check_races(program, folder)
+            wrong += found
+            if unmet := sorted(set(sites()).difference(*met.values())):
+                wrong.append(f"no case comes to {', '.join(unmet)}")
+            if "mutants" in chosen:
+                wrong += check_mutants(program, folder, met)
+        if "asan" in chosen:
+            wrong += check_addresses(build(folder, "address,undefined", [EMULATION], kernels))
+    print("\n".join(wrong) or "nothing found but what is explained")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
