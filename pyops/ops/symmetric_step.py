@@ -5,9 +5,9 @@ shard, and stores its parameters into every rank's memory.
     Adam                                                            moments and master of the shard
     parameters of every rank = round(p)
 
-The bits are those of reduce-scatter, `adam_from_table_` and all-gather one after the other. Bytes
-per element of a shard: over the links one gradient read and one parameter written for each other
-rank, in both directions at once. csrc/cuda/symmetric_step.cuh
+The bits are those of reduce-scatter, `adam_from_table_` and all-gather one after the other. Over
+the links go, per element of a shard, one gradient read and one parameter written for each other
+rank. The kernel: csrc/cuda/symmetric_step.cuh.
 """
 
 from __future__ import annotations
