@@ -4,46 +4,13 @@
 
 #include "../host/box.h"
 #include "../host/table.h"
-#include "launch.cuh"
+#include "symmetric.cuh"
 #include "symmetric_kernel.cuh"
 
 namespace pyops::cuda {
 namespace {
 
-using torch::headeronly::ScalarType;
-
 constexpr const char* OP = "symmetric_sum_";
-
-// A word of the host's memory, as the device addresses it.
-uint32_t* failure_word(const Tensor& failure) {
-    require(failure.scalar_type() == ScalarType::Int && failure.numel() == 1, "pyops::", OP,
-            ": failure must be one int32, got ", Shape{failure});
-    cudaPointerAttributes found{};
-    check(cudaPointerGetAttributes(&found, failure.data_ptr()), OP);
-    require(found.devicePointer != nullptr, "pyops::", OP,
-            ": failure must lie in pinned memory, where the host sees what the device writes");
-    return static_cast<uint32_t*>(found.devicePointer);
-}
-
-Peers peers_of(const Tensors& pads, const Tensor& failure, int64_t rank, int64_t timeout) {
-    Peers peers{};
-    require(!pads.empty() && pads.size() <= MAX_PEERS, "pyops::", OP, ": takes 1 to ", MAX_PEERS,
-            " ranks, got ", pads.size());
-    require(rank >= 0 && rank < static_cast<int64_t>(pads.size()), "pyops::", OP, ": rank ", rank,
-            " is not one of ", pads.size());
-    require(timeout > 0, "pyops::", OP, ": timeout_ns must be more than 0, got ", timeout);
-    for (const Tensor& pad : pads) {
-        require(pad.is_cuda() && pad.scalar_type() == ScalarType::Long && pad.is_contiguous() &&
-                    pad.numel() * 8 >= static_cast<int64_t>(sizeof(Pad)),
-                "pyops::", OP, ": a pad must be int64 of at least ", sizeof(Pad) / 8,
-                " elements on CUDA, got ", Shape{pad});
-        peers.pad[peers.size++] = static_cast<Pad*>(pad.mutable_data_ptr());
-    }
-    peers.rank = static_cast<int>(rank);
-    peers.timeout = timeout;
-    peers.failure = failure_word(failure);
-    return peers;
-}
 
 // The dtype code that tensors of one size on one device share.
 int check_like(const Tensors& tensors, const Tensor& first, const char* name) {
@@ -88,13 +55,11 @@ void symmetric_sum_(const Tensor whole, const Tensors outs, const Tensors rows, 
                     const Tensor failure, const std::optional<Tensor> norm, int64_t rank,
                     int64_t ctas, double scale, int64_t timeout_ns) {
     SymmetricSum a{};
-    a.peers = peers_of(pads, failure, rank, timeout_ns);
+    a.peers = peers_of({&pads, &failure, rank, ctas, timeout_ns}, OP);
     require(rows.size() == pads.size(), "pyops::", OP, ": ", rows.size(), " rows of ", pads.size(),
             " ranks");
     require(outs.size() == 1 || outs.size() == rows.size(), "pyops::", OP,
             ": takes one out, or one for each rank, got ", outs.size());
-    require(ctas >= 1 && ctas <= MAX_MEETING_CTAS, "pyops::", OP, ": ctas must be 1 to ",
-            MAX_MEETING_CTAS, ", got ", ctas);
     const int in = check_like(rows, rows[0], "rows"), out = check_like(outs, rows[0], "outs");
     require(out == in || out == FP32, "pyops::", OP,
             ": outs must be of the rows' dtype or float32");

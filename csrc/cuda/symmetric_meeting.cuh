@@ -40,6 +40,7 @@ struct Peers {
 };
 
 __device__ __forceinline__ void tell_of_loss(const Peers& peers, int lost) {
+#pragma unroll 1  // seldom, and never in a hurry
     for (int p = 0; p < peers.size; ++p)
         store_first(&peers.pad[p]->lost, static_cast<uint32_t>(lost) + 1);
 }

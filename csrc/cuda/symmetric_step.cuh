@@ -7,9 +7,9 @@
 //   meet                                       parameters have come, gradients were read
 //
 // The table holds the rows of this rank's shard alone; their gradients and parameters lie in
-// symmetric memory, and those of rank p at the same distance from its own buffers. While gradients
-// come over the links one way, parameters go the other. The bits are those of the three steps one
-// after the other. The step must not depend on the sum itself: no norm to clip by.
+// symmetric memory, and those of rank p at the same distance from its own buffers. The shard's own
+// memory traffic hides behind that of the links. The bits are those of the three steps one after the
+// other. The step must not depend on the sum itself: no norm to clip by.
 #pragma once
 
 #include "reduce.cuh"

@@ -28,13 +28,15 @@ of `torch.ops.pyops`.
     cross_entropy  cross_entropy                       the loss; its two kernels are
                                                        cross_entropy_statistics, _gradient
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
+    symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
+                                                       one kernel
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and
 for installations without kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and
 csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/triton/<stem>.py.
 """
 
-from pyops.ops import random
+from pyops.ops import random, symmetric_step
 from pyops.ops.communication import onebit, quantize, reduce, symmetric
 from pyops.ops.layers import activation, cross_entropy, dropout, norm, rotary
 from pyops.ops.library import build_info, has_kernel, isa, native
@@ -75,5 +77,6 @@ __all__ = [
     "rotary",
     "sgd",
     "symmetric",
+    "symmetric_step",
     "table",
 ]

@@ -212,6 +212,29 @@ def _symmetric_sum(device: torch.device) -> Sample:
     return (whole, [out], [row], [pad], failure, norm), options
 
 
+def _symmetric_adam(device: torch.device) -> Sample:
+    """Of one rank, whose shard is two rows."""
+    (*_, [pad], failure, _), _ = _symmetric_sum(device)
+    torch.manual_seed(11)
+    params, grads = (torch.randn(70, device=device).bfloat16() for _ in range(2))
+    lists = [[whole[3:40], whole[40:70]] for whole in (params, grads)]
+    lists += [[torch.rand(n, device=device) for n in (37, 30)] for _ in range(2)]
+    lists += [[], [x.float() for x in lists[0]], []]
+    lists.append([torch.tensor(float(k), device=device) for k in (3, 4)])
+    table = torch.ops.pyops.optimizer_table.default(*lists, [0, 0])
+    table.keep_alive = lists
+    options = {
+        **{k: v for k, v in ADAM_SCALARS.items() if k in _OF_ADAM},
+        "rank": 0,
+        "ctas": 3,
+        "scale": 0.25,
+        "in_fp32": False,
+        "timeout_ns": 10**9,
+    }
+    return (table, [grads], [params], [pad], failure, *_device_scalars(device)), options
+
+
+_OF_ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 _PLACE = {"key": -3, "offset": 5, "row": 3, "row_stride": 8}
 
 
@@ -345,6 +368,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"scale": 0.75},
     ),
     "symmetric_sum_": _symmetric_sum,
+    "symmetric_adam_from_table_": _symmetric_adam,
     "onebit_encode_": lambda device: (_codec(device, 17), {"block": 64, "rule": "rms"}),
     "onebit_norm": lambda device: (_codec(device, 1)[1:3], {}),
     "onebit_encode_scaled_": lambda device: (
@@ -429,11 +453,17 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
 }
 
 # Operands of these hide behind pointers; their fakes refuse.
-UNTRACEABLE = (*(f"{rule}_from_table_" for rule in (*RULES, *LAYERS)), "squared_norm_from_table")
+UNTRACEABLE = (
+    *(f"{rule}_from_table_" for rule in (*RULES, *LAYERS)),
+    "squared_norm_from_table",
+    "symmetric_adam_from_table_",
+)
 
 # What opcheck can't ask: a table's numbers are pointers, another one in each run.
 OPCHECKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(UNTRACEABLE, ("test_schema",)),
     "optimizer_table": ("test_schema", "test_faketensor", "test_autograd_registration"),
     "gradients_fit": ("test_schema",),  # it asks where tensors lie
+    # Its table points into its other arguments, which must not be copied.
+    "symmetric_adam_from_table_": ("test_autograd_registration",),
 }

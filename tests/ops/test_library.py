@@ -25,6 +25,7 @@ STEMS = (
     "grad_norm",
     "reduce",
     "symmetric",
+    "symmetric_step",
     "random",
     "onebit",
     "quantize",

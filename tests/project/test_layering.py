@@ -84,7 +84,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["communication", "layers", "optimizers"],
-        ["triton"],
+        ["symmetric_step", "triton"],
     ],
     "optim": [
         ["adafactor_parts", "fused", "lr_scheduler"],

@@ -152,6 +152,9 @@ class Communicator:
         """End the thread and let go of the shared memory."""
         self.worker.stop()
         self._shared = None
+        for memory in self.symmetric.values():
+            if memory is not None:
+                memory.close()
         self.symmetric.clear()
 
     # --- running

@@ -298,6 +298,14 @@ class SymmetricMemory:
         self.buffers.append(found)
         return found
 
+    def close(self) -> None:
+        """Let go of all buffers, when this rank's kernels have ended: then no peer reads them any
+        more. Not a collective."""
+        self._synchronize()
+        for buffer in self.buffers:
+            buffer.freed, buffer.ranks = True, []
+        self.buffers.clear()
+
     def check(self) -> None:
         """CommunicationError, once a rank was lost in a kernel that has run so far."""
         lost = int(self.peers.failure.item()) - 1

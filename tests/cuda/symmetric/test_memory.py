@@ -5,7 +5,6 @@ the host.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import threading
@@ -318,11 +317,21 @@ def test_who_does_not_come_to_agree_is_named(ranks):
 
 
 def test_a_group_can_start_anew(ranks):
-    """Notes of a communicator that was released are not taken for answers."""
+    """Notes of a communicator that was released are not taken for answers, nor its buffers used."""
     group = ranks(2)
-    assert all(isinstance(m, SymmetricMemory) for m in group.run(lambda c: memory_of(c, CPU)))
+
+    def body(comm: Any) -> SymmetricMemory:
+        memory = memory_of(comm, CPU)
+        buffer = memory.allocate(64, FP32)
+        memory.close()
+        assert not memory.buffers
+        with pytest.raises(ValueError, match="was freed"):
+            buffer.all_reduce()
+        return memory
+
+    group.values(body)
     group.without = {0: 0}
-    with contextlib.suppress(RuntimeWarning), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert group.run(lambda comm: memory_of(comm, CPU)) == [None, None]
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.cpu_only
 
 ROOT = EMULATION.parents[3]
 MEETING, KERNEL, SCOPE = "symmetric_meeting.cuh", "symmetric_kernel.cuh", "system_scope.cuh"
+STEP = "symmetric_step.cuh"
 
 # What is taken out of which file, and what stands there then.
 WITHOUT = {
@@ -36,11 +37,23 @@ WITHOUT = {
         "if (!meet(a.peers, epoch + 2))",
         "if (!meet(a.peers, epoch + 1))",
     ),
+    "step's first meeting": (STEP, "if (!meet(a.peers, epoch + 1)) return;", ""),
+    "step's second meeting": (STEP, "if (!meet(a.peers, epoch + 2)) return;", ""),
+    "barrier before the step's row": (
+        STEP,
+        "            __syncthreads();\n            if (threadIdx.x == 0) row.enter",
+        "            if (threadIdx.x == 0) row.enter",
+    ),
+    "barrier after the step's row": (
+        STEP,
+        "row.enter(a.step, r);\n            __syncthreads();",
+        "row.enter(a.step, r);",
+    ),
     "fence of the last CTA": ("reduce.cuh", "        if (last) __threadfence();\n", ""),
 }
 
 
-def report(folder: Path) -> str:
+def report(folder: Path, *which: str) -> str:
     """What ThreadSanitizer says of the tree in `folder`; skips where it can't run."""
     runtime, race, program = folder / "runtime.o", folder / "race.o", folder / "race"
     compile_with("-g", "-DPYOPS_TSAN", "-c", EMULATION / "runtime.cpp", "-o", runtime)
@@ -50,7 +63,7 @@ def report(folder: Path) -> str:
     if shutil.which("setarch") is None:
         pytest.skip("no setarch: ThreadSanitizer needs addresses that are not random")
     ran = subprocess.run(
-        ["setarch", "-R", program], capture_output=True, text=True, timeout=600, check=False
+        ["setarch", "-R", program, *which], capture_output=True, text=True, timeout=600, check=False
     )
     if "FATAL" in ran.stderr:
         pytest.skip(f"ThreadSanitizer does not run here: {ran.stderr[:200]}")
@@ -70,5 +83,6 @@ def test_races(without: str | None, tmp_path: Path) -> None:
         text = path.read_text()
         assert old in text, f"{name} has changed"
         path.write_text(text.replace(old, new))
-    found = report(tmp_path)
+    found = report(tmp_path, *(["step"] if without is not None and "step" in without else []))
+    found += report(tmp_path, "step") if without is None else ""
     assert ("data race" in found) == (without is not None), found[-4000:]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.optimizers.table import table_of
+from pyops.ops.symmetric_step import symmetric_adam_from_table_reference
 from tests.cuda.symmetric.test_kernel import BF16, FP16, FP32, addresses, bits, buffers
 from tests.cuda.test_kernels import OPTIONS, around, place, pointer
 from tests.grids import full
@@ -191,3 +192,34 @@ def test_without_a_rank_nothing_is_changed(symmetric):
     assert lost == [2, 0, 2]
     for got, want in zip(ranks.state(), before.state(), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("flags", [DECOUPLED, IN_FP32])
+@pytest.mark.parametrize("dtypes", CASES[:2], ids=str)
+def test_the_reference_is_what_the_kernel_does(symmetric, dtypes, flags):
+    """Within the rounding of plain torch; rank by rank, for gradients that are there already."""
+    size, factor = 3, torch.tensor(0.7)
+    ranks, expected = Ranks(size, dtypes), Ranks(size, dtypes)
+    assert at_once(symmetric, ranks, scale=1 / size, flags=flags, factor=factor) == [0] * size
+    for rank in range(size):
+        symmetric_adam_from_table_reference(
+            expected.table(rank, expected.grads[rank]),
+            expected.grads,
+            expected.params,
+            [torch.empty(0)] * size,
+            torch.zeros(1, dtype=torch.int32),
+            None,
+            factor,
+            None,
+            rank=rank,
+            ctas=2,
+            scale=1 / size,
+            in_fp32=bool(flags & IN_FP32),
+            timeout_ns=1,
+            decoupled=bool(flags & DECOUPLED),
+            maximize=False,
+            **OPTIONS,
+        )
+    for got, want in zip(ranks.state(), expected.state(), strict=True):
+        close = {"rtol": 2 * torch.finfo(got.dtype).eps, "atol": 1e-6}
+        torch.testing.assert_close(got, want, **close)

@@ -1,11 +1,14 @@
 // The kernels over symmetric memory under ThreadSanitizer: three ranks, two CTAs each, all at once. Before each launch a rank
 // writes its own rows anew, as backward would, and after it reads its result: what a meeting does not order is a race.
+// race: the sums; race step: ZeRO's step.
 #include <cuda_runtime.h>
 
 #include <thread>
 #include <vector>
 
 #include "csrc/cuda/symmetric_kernel.cuh"
+#include "csrc/cuda/symmetric_step.cuh"
+#include "csrc/math/adam.h"
 
 using namespace pyops;
 using namespace pyops::cuda;
@@ -66,19 +69,69 @@ void rank(int r, Kind kind, std::vector<float>* to) {
   }
 }
 
+void step(int r) {
+  std::vector<float> moments(2 * PART, 0.0f);
+  constexpr int64_t ROWS = 4, EACH = PART / ROWS;  // two rows for each CTA
+  float counts[ROWS] = {};
+  int64_t table[ROWS * COLUMNS] = {};
+  for (int64_t k = 0; k < ROWS; ++k) {
+    int64_t* row = table + k * COLUMNS;
+    row[PARAM] = reinterpret_cast<int64_t>(results[r].data() + r * PART + k * EACH);
+    row[GRAD] = reinterpret_cast<int64_t>(gradients[r].data() + r * PART + k * EACH);
+    row[EXP_AVG] = reinterpret_cast<int64_t>(moments.data() + k * EACH);
+    row[EXP_AVG_SQ] = reinterpret_cast<int64_t>(moments.data() + PART + k * EACH);
+    row[STEP] = reinterpret_cast<int64_t>(&counts[k]);
+    row[NUMEL] = EACH;
+    row[FIRST_CHUNK] = k;
+  }
+  SymmetricStep<Adam> a{};
+  a.step.table = table;
+  a.step.rows = ROWS;
+  a.step.options = {0.1, 0.9, 0.99, 1e-8, 0.0, true, false};
+  a.peers.rank = r;
+  a.peers.size = SIZE;
+  a.peers.timeout = int64_t{120} * 1000000000;
+  a.peers.failure = &failures[r];
+  for (int p = 0; p < SIZE; ++p) {
+    a.peers.pad[p] = &pads[p];
+    a.grads[p] = reinterpret_cast<int64_t>(gradients[p].data()) - reinterpret_cast<int64_t>(gradients[r].data());
+    a.params[p] = reinterpret_cast<int64_t>(results[p].data()) - reinterpret_cast<int64_t>(results[r].data());
+  }
+  a.scale = 0.5f;
+  for (int round = 0; round < ROUNDS; ++round) {
+    elementwise([&](int64_t i) { gradients[r][i] = static_cast<float>(1 + r + round + i % 7); });
+    emulation::launch(GRID, THREADS, [&] { symmetric_step_kernel<Adam>(a); });
+    elementwise([&](int64_t i) {
+      const volatile float* result = &results[r][i];
+      if (!(*result < 0.0f)) std::puts("no step");
+    });
+    if (failures[r] || counts[ROWS - 1] != static_cast<float>(round + 1)) std::abort();
+  }
+}
+
+template <typename Body>
+void all_ranks(const Body& body) {
+  for (int r = 0; r < SIZE; ++r) {
+    gradients[r].assign(ELEMENTS, 0.0f);
+    results[r].assign(ELEMENTS, 0.0f);
+  }
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < SIZE; ++r) ranks.emplace_back(body, r);
+  for (std::thread& thread : ranks) thread.join();
+}
+
 }  // namespace
 
-int main() {
+int main(int arguments, char**) {
+  if (arguments > 1) {
+    all_ranks(step);
+    std::puts("done");
+    return 0;
+  }
   for (const Kind kind : {ONE_SHOT, REDUCE_SCATTER, TWO_SHOT})
     for (const bool in_place : {false, true}) {
       if (in_place && kind != TWO_SHOT) continue;
-      for (int r = 0; r < SIZE; ++r) {
-        gradients[r].assign(ELEMENTS, 0.0f);
-        results[r].assign(ELEMENTS, 0.0f);
-      }
-      std::vector<std::thread> ranks;
-      for (int r = 0; r < SIZE; ++r) ranks.emplace_back(rank, r, kind, in_place ? gradients : results);
-      for (std::thread& thread : ranks) thread.join();
+      all_ranks([=](int r) { rank(r, kind, in_place ? gradients : results); });
     }
   std::puts("done");
 }
