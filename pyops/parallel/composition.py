@@ -97,11 +97,11 @@ def parallelize(
         check_initialized("parallelize")
         if not isinstance(plan, ParallelPlan):
             raise TypeError(f"plan is {plan!r}; give pyops.parallel.ParallelPlan(tp=2)")
-        source = ModelSource.of(model)
-        plan.validate(layered=source.layered is not None)
+        plan.validate(layered=isinstance(model, LayeredModel))
         check_optimizer(optimizer)
         check_mesh(mesh, plan)
         axes = plan.axes(dist.get_world_size() if dist.is_initialized() else 1)
+        source = ModelSource.of(model)
         check_model(source.model, plan, layered=source.layered)
         counted = loss_of(source.model, loss)
         lists = []

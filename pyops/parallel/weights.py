@@ -93,7 +93,16 @@ class ModelSource:
 
     def save(self, folder: Path, mesh: Mesh) -> None:
         """Write the model, as it is shared out, as a Hugging Face folder, or the adapters in it as
-        one of PEFT. A collective."""
+        one of PEFT. A collective.
+
+        Raises:
+            TypeError: The model is none of transformers.
+        """
+        if self.layered is not None:
+            raise TypeError(
+                f"{type(self.model).__name__} is a LayeredModel's, and no model of transformers, "
+                "of which a folder could be written; give Trainer.save(folder)"
+            )
         if self._adapters is not None:
             self._adapters.save(self.model, folder, mesh=mesh)
             return

@@ -1,20 +1,20 @@
 """The training run: the only room that knows every other.
 
     config -> ranks -> corpus -> batches -> model
-           -> data parallel -> optimizer -> checkpoints -> loop
+           -> data parallel, or a plan -> optimizer -> checkpoints -> loop
 
 | folder or file | what it does |
 |---|---|
 | run.py | `train`: a run from its configuration to its outcome |
 | loop.py | the steps of a run, with its checkpoints, metrics and display |
+| token_training.py | what the two runs over text have in common: a step, its metrics, the end |
 | text_training.py | a GPT on text; reads the way the data goes |
-| sample_training.py | a task over numbered samples, in a layout that follows what is frozen |
 | pretrained | a Hugging Face folder, on text or instructions |
+| sample_training.py | a task over numbered samples, in a layout that follows what is frozen |
 | tasks.py, initial_weights.py | the tasks; the weights that one starts from |
 | lr_range.py | the first steps with a rising learning rate |
-| folder.py | the folder of a run, to which one run at a time writes |
-| setup | the configuration as objects: layout, model, data parallelism, optimizer, state |
-| host | the ranks that torchrun started, and the machine's memory |
+| setup | the configuration as objects: layout, model, data parallelism or plan, optimizer, state |
+| host | the ranks that torchrun started, the machine's memory, the run's folder |
 | report | progress, metrics, log lines, bytes sent, how a run ended |
 """
 

@@ -218,6 +218,14 @@ def scaled(rank: int, group: object) -> tuple[float, int]:
     return scale.scale, trainer.skipped
 
 
+def test_it_has_no_hugging_face_folder(tmp_path):
+    trainer = parallelize(layered(Mesh(Axes()), ParallelPlan()), optimizer=AdamW, loss=NatsPerRow())
+    with pytest.raises(TypeError, match=r"GPT .*no model of transformers.*save\(folder\)"):
+        trainer.save_pretrained(tmp_path / "model")
+    trainer.save(tmp_path / "checkpoint", place=3)
+    assert trainer.load(tmp_path / "checkpoint") == {"place": 3}
+
+
 class Overflowing(NatsPerRow):
     def sum(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
         return outputs + float("inf")

@@ -85,14 +85,15 @@ def test_neither_losses_nor_norms_nor_weights_change(world, plain, ranks, stage,
     assert (config.folder / "sample.txt").read_text() == (plain.folder / "sample.txt").read_text()
 
 
-def test_two_stages_of_a_rank_with_other_layers_between(world, tmp_path):
-    """zbv, where the first and the last stage are one rank's; a head of its own, rotary
-    positions."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_stages_of_a_rank_with_other_layers_between(world, tmp_path, tied):
+    """zbv, where the first and the last stage are one rank's, so that a tied table is complete with
+    the later of them; rotary positions."""
     alone = config_of(
-        tmp_path, "cpu", name="alone", num_steps=5, num_sample_tokens=0, micro_batch=2
+        tmp_path, "cpu", name="alone", num_steps=5, num_sample_tokens=0, micro_batch=1
     )
     alone = dataclasses.replace(
-        alone, model=dataclasses.replace(alone.model, tied_head=False, positions="rotary")
+        alone, model=dataclasses.replace(alone.model, tied_head=tied, positions="rotary")
     )
     config = cut(alone, "zbv", pp=2, schedule="zbv", recompute="always")
     train(alone)
