@@ -129,8 +129,8 @@ __device__ __forceinline__ void add_up_norm(const SymmetricSum& a) {
 }
 
 template <int OUT, int IN, int N, int SIZE>
-__global__ __launch_bounds__(THREADS) void symmetric_kernel(
-    const __grid_constant__ SymmetricSum a) {
+__global__ __launch_bounds__(THREADS,
+                             2) void symmetric_kernel(const __grid_constant__ SymmetricSum a) {
     const uint32_t epoch = epoch_of(a.peers);
     if (!meet(a.peers, epoch + 1)) return spoil<OUT>(a);
     NormSum norm;

@@ -223,7 +223,7 @@ class TrainConfig:
         require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))
         require(
             self,
-            "auto, native, ring, two_shot or shared_memory",
+            "auto, native, ring, two_shot, shared_memory or symmetric",
             ("algorithm",),
-            lambda v: v in ("auto", "native", "ring", "two_shot", "shared_memory"),
+            lambda v: v in ("auto", "native", "ring", "two_shot", "shared_memory", "symmetric"),
         )

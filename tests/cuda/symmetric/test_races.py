@@ -67,7 +67,7 @@ def report(folder: Path, *which: str) -> str:
     )
     if "FATAL" in ran.stderr:
         pytest.skip(f"ThreadSanitizer does not run here: {ran.stderr[:200]}")
-    assert "done" in ran.stdout or "data race" in ran.stderr, ran.stderr[-2000:]
+    assert "done" in ran.stdout or "ThreadSanitizer" in ran.stderr, ran.stderr[-2000:]
     return ran.stdout + ran.stderr
 
 
@@ -85,4 +85,5 @@ def test_races(without: str | None, tmp_path: Path) -> None:
         path.write_text(text.replace(old, new))
     found = report(tmp_path, *(["step"] if without is not None and "step" in without else []))
     found += report(tmp_path, "step") if without is None else ""
-    assert ("data race" in found) == (without is not None), found[-4000:]
+    # A row that is read too early may also end in a division by its zeros.
+    assert ("ThreadSanitizer" in found) == (without is not None), found[-4000:]
