@@ -167,7 +167,7 @@ __global__ __launch_bounds__(THREADS, 3) void first_kernel(
         const int64_t chunks = chunks_of(column(a.table, r, NUMEL));
         if (slice >= slices_of(chunks)) continue;
         if (r != entered) {
-            __syncthreads();
+            __syncthreads();  // the row before has been read
             if (threadIdx.x == 0) {
                 row.point_to(a.table, r, First::REQUIRED_COLUMNS);
                 const float step = *pointer<const float>(a.table, r, STEP) + 1.0f;

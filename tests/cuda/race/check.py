@@ -35,9 +35,12 @@ FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wno-unknown-pragmas")
 EXPLAINED = {"raise_flag": "several warps write the same value"}
 # Barriers that order nothing that any kernel relies on today, by the text of their line.
 REDUNDANT = {
+    "__syncthreads();  // the row before has been read": (
+        "block_sum, at the end of every slice, waits for all threads after their last look at it"
+    ),
     "__syncthreads();  // what other threads than the first wrote is to be seen, too": (
         "in every kernel of today the first thread alone touches what another CTA touches"
-    )
+    ),
 }
 
 
