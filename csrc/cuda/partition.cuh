@@ -78,7 +78,7 @@ PYOPS_EVERYWHERE int64_t slice_begin(int slice, int64_t chunks) {
 PYOPS_EVERYWHERE int misalignment(const void* address, int bytes, int pack) {
     const auto at = reinterpret_cast<uintptr_t>(address);
     // Powers of two, which the compiler can't know: it would call a division of 64 bits.
-    const int shift = bytes == 8 ? 3 : bytes == 4 ? 2 : 1;
+    const int shift = (bytes >> 2) + 1;  // 2, 4, 8: 1, 2, 3
     return at & (bytes - 1) ? -1 : static_cast<int>(at >> shift) & (pack - 1);
 }
 
@@ -102,7 +102,8 @@ PYOPS_EVERYWHERE Range elements_of(int64_t index, int64_t numel, int64_t chunk, 
 // The whole packs of a range whose first `head` elements precede the first pack.
 PYOPS_EVERYWHERE Range packs_of(Range range, int head, int pack) {
     const int64_t begin = range.begin + head < range.end ? range.begin + head : range.end;
-    return {begin, begin + ((range.end - begin) & ~static_cast<int64_t>(pack - 1))};
+    // The lowest bits alone are needed, so 32 of them are enough.
+    return {begin, range.end - (static_cast<int>(range.end - begin) & (pack - 1))};
 }
 
 // Visits the packs of N, split over `threads` threads: `many(i)` for UNROLL packs at i, i + threads
