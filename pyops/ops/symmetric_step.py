@@ -91,6 +91,11 @@ def symmetric_adam_from_table_(
 def _like(mine: Tensor, whole: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
     """Where `mine` stands in `whole`, of each buffer."""
     at = (mine.data_ptr() - whole.data_ptr()) // mine.element_size()
+    if not all(0 <= at <= buffer.numel() - mine.numel() for buffer in (whole, *of)):
+        raise ValueError(
+            f"symmetric_adam_from_table_: {mine.numel()} elements of the table are no part of this "
+            f"rank's buffer of {whole.numel()}; give the buffer that they lie in"
+        )
     return [buffer.view(-1)[at : at + mine.numel()] for buffer in of]
 
 
@@ -120,6 +125,7 @@ def symmetric_adam_from_table_reference(
     """The meaning of `symmetric_adam_from_table_` in plain torch, on the CPU, for gradients that
     are there already."""
     lists, offsets = lists_of(table)
+    of_all = [_like(mine, params[rank], params) for mine in lists[PARAM]]  # before any change
     sums = []
     for mine in lists[GRAD]:
         total = torch.empty_like(mine, dtype=torch.float32 if in_fp32 else mine.dtype)
@@ -151,8 +157,8 @@ def symmetric_adam_from_table_reference(
         seed=0,
         offsets=offsets,
     )
-    for mine in lists[PARAM]:
-        for theirs in _like(mine, params[rank], params):
+    for mine, everyones in zip(lists[PARAM], of_all, strict=True):
+        for theirs in everyones:
             theirs.copy_(mine)
 
 
