@@ -12,8 +12,7 @@ TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Byte code is made of what is imported, when it is: that of all modules of all packages takes half of the time of their installation.
-PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
