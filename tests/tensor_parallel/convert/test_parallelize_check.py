@@ -13,11 +13,12 @@ from torch import nn
 
 from benchmarks.tiny_models import tiny
 from pyops.tensor_parallel import parallelize, whole_state_dict
-from pyops.tensor_parallel.convert.check import trial_copy
+from pyops.tensor_parallel.convert.check import plan_trial, trial_copy
 from pyops.tensor_parallel.convert.check.plan_trial import try_plan
 from pyops.tensor_parallel.convert.plans import plan_of
 from pyops.tensor_parallel.convert.replace_layers import replace_layers
 from pyops.tensor_parallel.convert.replacement_plan import ReplacementPlan
+from tests.allocated_memory import allocated
 from tests.tensor_parallel.convert.existing_models import PLAN, Mixed
 
 pytestmark = pytest.mark.cpu_only
@@ -417,3 +418,34 @@ def _in_little_memory(rank: int, group: Any) -> str:
 
 def test_a_check_that_does_not_fit_into_the_memory_is_not_begun(world):
     assert all("GiB are free" in text for text in world(2).run(_in_little_memory))
+
+
+def test_the_trial_takes_two_copies_of_what_it_tries(monkeypatch):
+    """The parts, and gradients of half their bytes twice: not the uncut copy besides, nor another
+    for each rank."""
+    width = 512
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    copy_bytes = 8 * sum(p.numel() for p in model.parameters())
+    seen, narrow = [], plan_trial._narrow
+
+    def noting(*args: Any) -> Any:
+        hook = narrow(*args)
+
+        def after(p: torch.Tensor) -> None:
+            hook(p)
+            seen.append(allocated())
+
+        return after
+
+    def cut(part: nn.Module, ranks: Any) -> None:
+        kinds = {"0": "columns", "2": "rows"}
+        replaced = ReplacementPlan(
+            part, ranks, kinds, sequence_parallel=False, gather_logits=True, complete=False
+        )
+        replace_layers(part, replaced)
+
+    monkeypatch.setattr(plan_trial, "_narrow", noting)
+    before = allocated()
+    try_plan(model, cut, 2, blocks=[], given=torch.randn(2, width))
+    assert len(seen) >= 3 * 4
+    assert 1.5 * copy_bytes < max(seen) - before < 2.7 * copy_bytes

@@ -3,7 +3,6 @@ allocated bytes, counted."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from typing import Any
 
@@ -14,36 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops.optim
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.allocated_memory import allocated
 from tests.grids import full
 
 WIDTH = 512  # a layer is large beside what autograd and Python keep for it
 LAYER = (WIDTH * WIDTH + WIDTH) * 2  # bytes
-
-
-class _Info(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-def allocated() -> int:
-    """Bytes that malloc has given out and not got back, of all threads."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = _Info
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
 
 
 class Watch(TorchDispatchMode):
