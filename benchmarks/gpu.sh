@@ -120,7 +120,7 @@ sanitize() {
   local options=(--tool "$1" --error-exitcode 9)
   [ "$1" = memcheck ] && options+=(--report-api-errors no)
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" "$PYTHON" -m pytest -p tests.optional_packages \
-    tests/cuda/test_small.py tests/cuda/test_small_layers.py -k "not graph and not waits and not stream and not one_launch"
+    tests/cuda/device/test_small.py tests/cuda/device/test_small_layers.py -k "not graph and not waits and not stream and not one_launch"
 }
 
 bench() {  # a rehearsal keeps its rows in OUT alone
@@ -160,7 +160,7 @@ pytest=("$PYTHON" -m pytest -p tests.optional_packages -rfE)
 triton=(tests/ops/layers tests/ops/test_tracing.py) spread=() fewer=() tests=0
 others=("${triton[@]/#/--ignore=}")
 [ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8) fewer=(-n 6)  # fewer: each has ranks of its own, each with a context of half a GiB
-steps=(tests/cuda/test_training.py tests/cuda/test_ranks.py tests/cuda/test_host.py)
+steps=(tests/cuda/device/test_training.py tests/cuda/device/test_ranks.py tests/cuda/device/test_host.py)
 tested() {  # the status of the part before
   tests=$((tests + $1))
   last '^(FAILED|ERROR)' 40
