@@ -45,6 +45,7 @@ def test_only_chooses_cases():
     assert named("nothing") == []
 
 
+@pytest.mark.full  # three processes with torch and transformers
 @pytest.mark.slow
 def test_a_step_beside_another_becomes_a_row(monkeypatch):
     """Ours on two ranks, and plain transformers on one, which here is the rival too."""

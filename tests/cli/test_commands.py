@@ -177,6 +177,7 @@ def test_bench_without_a_checkout(tmp_path, capsys, monkeypatch):
     assert "the benches are part of a source checkout" in capsys.readouterr().err
 
 
+@pytest.mark.full  # what is handed on is held below, without a process
 def test_bench_hands_its_arguments_on():
     done = subprocess.run(
         [sys.executable, "-m", "pyops", "bench", "nonsense"],

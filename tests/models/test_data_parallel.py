@@ -19,7 +19,7 @@ from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
-STEPS = 20  # 50 under `-m full`
+STEPS = 12  # 50 under `-m full`
 OPTIONS = {"lr": 5e-3, "eps": 1e-6}
 FAMILIES = ("gpt", "bert", "t5", "vit")
 

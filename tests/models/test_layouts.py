@@ -16,7 +16,7 @@ from tests.models.families import FAMILIES, gradients, losses, make
 pytestmark = pytest.mark.on_device
 
 LAYOUTS = [(2, False), (2, True), (4, False), (4, True)]
-STEPS = 20  # 50 under `-m full`
+STEPS = 12  # 50 under `-m full`
 
 
 def run_gradients(rank: int, group: Any, sequence_parallel: bool) -> dict[str, Any]:

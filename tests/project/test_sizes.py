@@ -49,11 +49,18 @@ def code_lines(source: str) -> int:
     return len(lines - docstring_lines(source))
 
 
+def may_be_long(source: str) -> bool:
+    """Whether more than MAX_FILE_LINES lines are neither blank nor a comment: to read a file token
+    by token takes long."""
+    lines = [line.strip() for line in source.splitlines()]
+    return sum(bool(line) and not line.startswith("#") for line in lines) > MAX_FILE_LINES
+
+
 def test_files_fit():
     assert len(sources(".py")) > 20, "the search found too few files to mean anything"
     texts = {p: p.read_text() for p in sources(".py")}
-    sizes = {p: code_lines(t) for p, t in texts.items() if t.count("\n") > MAX_FILE_LINES}
-    assert len(sizes) > 5, "of long files too few to mean anything"
+    sizes = {p: code_lines(t) for p, t in texts.items() if may_be_long(t)}
+    assert len(sizes) > 3, "of long files too few to mean anything"
     sizes |= {p: len(p.read_text().splitlines()) for p in sources(".cpp", ".cu", ".h", ".cuh")}
     long = {str(p.relative_to(ROOT)): n for p, n in sizes.items() if n > MAX_FILE_LINES}
     assert not long, f"over {MAX_FILE_LINES} lines of code, split by capability: {long}"

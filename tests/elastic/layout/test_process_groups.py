@@ -248,7 +248,7 @@ def check_nothing_grows(found: list[tuple[int, int, int, int]], rank: int) -> No
     assert max(memory[-10:]) < memory[0] + 48, (rank, memory)
 
 
-@pytest.mark.parametrize("count", [24, full(50)])
+@pytest.mark.parametrize("count", [14, full(50)])
 def test_nothing_is_left_after_many_transitions(world, count):
     for rank, found in enumerate(world(4).run(transitions_body, count, timeout=120)):
         check_nothing_grows(found[WARM:], rank)

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from pyops.pipeline import NAMES, Action, Costs, Schedule, custom, schedule, simulate
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -16,6 +17,8 @@ GRID = list(itertools.product(RANKS, MICROBATCHES))
 COARSE = list(
     itertools.product(RANKS, (1, 2, 3, 4, 5, 7, 8, 12, 16, 21, 24, 32))
 )  # for the families of many stages
+FEW = list(itertools.product((1, 2, 3, 5, 8), (1, 2, 5, 8, 16, 21)))
+GRIDS = [pytest.param(FEW, id="few"), full(COARSE, id="coarse")]
 EVEN = Costs(forward=1, input_gradient=1, weight_gradient=1)
 
 
@@ -68,8 +71,9 @@ def test_a_warmup_of_a_number():
     assert peaks(make("1f1b", 4, 3, warmup=100)) == [3, 3, 3, 3]
 
 
-def test_interleaved_takes_its_closed_form_where_ranks_divide_micro_batches():
-    for (k, m), v in itertools.product(COARSE, STAGES):
+@pytest.mark.parametrize("grid", GRIDS)
+def test_interleaved_takes_its_closed_form_where_ranks_divide_micro_batches(grid):
+    for (k, m), v in itertools.product(grid, STAGES):
         made = make("interleaved", k, m, v=v)
         found = simulate(made, EVEN).makespan
         if m % k == 0:
@@ -88,8 +92,9 @@ def test_zb1p_takes_its_closed_form():
         assert max(peaks(made)) == min(m, k), (k, m)
 
 
-def test_interleaved_zb_and_zbv_are_complete_and_lose_little():
-    for k, m in COARSE:
+@pytest.mark.parametrize("grid", GRIDS)
+def test_interleaved_zb_and_zbv_are_complete_and_lose_little(grid):
+    for k, m in grid:
         for v in STAGES:
             simulate(make("interleaved_zb", k, m, v=v), EVEN)
         made = make("zbv", k, m)

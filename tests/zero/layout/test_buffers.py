@@ -77,7 +77,7 @@ def _beyond(
 
 def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
     _beyond(group, 4, *options)  # what libraries keep
-    return _beyond(group, 4, *options), _beyond(group, 16, *options)
+    return _beyond(group, 4, *options), _beyond(group, 9, *options)
 
 
 @pytest.mark.parametrize(
