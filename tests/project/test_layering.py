@@ -83,7 +83,7 @@ FLOORS = {
         ["memory"],
         ["library"],
         ["random"],
-        ["communication", "layers", "optimizers"],
+        ["attention", "communication", "layers", "optimizers"],
         ["symmetric_step", "triton"],
     ],
     "optim": [
