@@ -26,7 +26,7 @@ LAYERS = [
     # The contracts of the kernels; the only importer of torch.ops.pyops.
     ["ops", "failure", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
-    ["optim", "comm", "offload", "precision"],
+    ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
     ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
     ["models", "data"],

@@ -1,0 +1,36 @@
+"""Which blocks of queries see which blocks of keys: sparse patterns as data, and documents in a
+row.
+
+    pattern --layout(length, heads=, block=, causal=)--> BlockLayout --> pyops.ops.attention
+    Dense, Fixed, Variable, BigBird, Longformer, SlidingWindow          a | b: what one of both sees
+    from_mask_function(function)      any rule of blocks
+    from_deepspeed(section)           a "sparse_attention" section, with what differs here and why
+    pattern.draw("bigbird.svg")       a picture
+
+A pattern needs no random state and no message: every rank builds the same layout, or exactly the
+part of it that its heads have.
+"""
+
+from pyops.attention.deepspeed import DeepSpeedPattern, from_deepspeed
+from pyops.attention.local_windows import Fixed, Variable
+from pyops.attention.pattern import BlockFunction, Pattern, PatternUnion, from_mask_function
+from pyops.attention.picture import draw
+from pyops.attention.windows import BigBird, Dense, Longformer, SlidingWindow
+from pyops.ops.attention import BlockLayout
+
+__all__ = [
+    "BigBird",
+    "BlockFunction",
+    "BlockLayout",
+    "DeepSpeedPattern",
+    "Dense",
+    "Fixed",
+    "Longformer",
+    "Pattern",
+    "PatternUnion",
+    "SlidingWindow",
+    "Variable",
+    "draw",
+    "from_deepspeed",
+    "from_mask_function",
+]
