@@ -6,12 +6,14 @@ row.
     from_mask_function(function)      any rule of blocks
     from_deepspeed(section)           a "sparse_attention" section, with what differs here and why
     pattern.draw("bigbird.svg")       a picture
+    document_ids, document_starts, document_positions    documents side by side in a row of tokens
 
 A pattern needs no random state and no message: every rank builds the same layout, or exactly the
 part of it that its heads have.
 """
 
 from pyops.attention.deepspeed import DeepSpeedPattern, from_deepspeed
+from pyops.attention.documents import document_ids, document_positions, document_starts
 from pyops.attention.local_windows import Fixed, Variable
 from pyops.attention.pattern import BlockFunction, Pattern, PatternUnion, from_mask_function
 from pyops.attention.picture import draw
@@ -30,6 +32,9 @@ __all__ = [
     "PatternUnion",
     "SlidingWindow",
     "Variable",
+    "document_ids",
+    "document_positions",
+    "document_starts",
     "draw",
     "from_deepspeed",
     "from_mask_function",
