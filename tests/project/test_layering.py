@@ -56,7 +56,7 @@ FLOORS = {
         ["bigram", "corpus", "images"],
         ["characters", "digits", "row_order", "tokenizer"],
         ["cache"],
-        ["batches", "folder_text", "passages"],
+        ["batches", "folder_text", "packing", "passages"],
     ],
     "elastic": [
         ["layout", "membership", "picture", "policy"],
