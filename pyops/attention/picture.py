@@ -60,7 +60,7 @@ def draw(layout: BlockLayout, path: Path | str, *, title: str = "") -> Path:
 
 
 def _rectangles(layout: BlockLayout, head: int, left: int) -> str:
-    """The rectangles of one head, a path of each colour."""
+    """The rectangles of one head, a path of each colour, and white lines between the blocks."""
     sides = {EMPTY: "", PARTIAL: "", FULL: ""}
     for row in range(layout.num_query_blocks):
         count = int(layout.counts[head, row])
@@ -77,8 +77,14 @@ def _rectangles(layout: BlockLayout, head: int, left: int) -> str:
         ):
             run_columns = list(run)
             x, y = left + run_columns[0] * CELL, TOP + row * CELL
-            length = len(run_columns) * CELL - 1
-            sides[colour] += f"M{x} {y}h{length}v{CELL - 1}h-{length}z"
+            length = len(run_columns) * CELL
+            sides[colour] += f"M{x} {y}h{length}v{CELL}h-{length}z"
+    width, height = layout.num_key_blocks * CELL, layout.num_query_blocks * CELL
+    lines = [f"M{left + x} {TOP}v{height}" for x in range(0, width + 1, CELL)]
+    lines += [f"M{left} {TOP + y}h{width}" for y in range(0, height + 1, CELL)]
     return "\n".join(
-        f'<path fill="{colour}" d="{sides[colour]}"/>' for colour in sides if sides[colour]
+        [
+            *(f'<path fill="{colour}" d="{sides[colour]}"/>' for colour in sides if sides[colour]),
+            f'<path stroke="#ffffff" d="{"".join(lines)}"/>',
+        ]
     )

@@ -1,13 +1,13 @@
 """Rows of whole documents: each says where its documents begin, and places begin again with each.
 
-    tokens       a b c d x y z p q          - is padding: the row has no room for a further document
+    tokens       a b c d x y z p q -        - is padding: no further document fits
     documents    0 0 0 0 1 1 1 2 2 -1       the operation of attention sees none of another number
     positions    0 1 2 3 0 1 2 0 1 0
     targets      b c d - y z - q - -        - is -100: what follows a document is not learnt from it
 
 A document of more tokens than a row is cut into pieces of a whole row each and a rest. Its pieces
-do not see each other, but the last token of a piece learns the first one of the next: over all
-rows every token but the first of each document is learnt once.
+do not see each other, but the target of a piece's last token is the first one of the next: over
+all rows every token but the first of each document is learnt once.
 
 Rows are filled by best fit, longest first: each piece goes to the row with the least room that has
 enough (as in Ding et al., 2024). Which row has which documents is a function of the corpus and the

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attention_pictures import FOLDER, draw_all, table
 from pyops.attention import BigBird, BlockLayout, Dense, Fixed, draw
 from pyops.attention.picture import CELL, EMPTY, FULL, GAP, PARTIAL, TOP
 from tests.attention.block_sets import blocks_of
+from tests.workers import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
@@ -21,11 +23,11 @@ def drawn(path: Path, num_blocks: int) -> dict[str, dict[tuple[int, int, int], i
     """{colour: {(head, row, column): times}} of an svg."""
     found: dict[str, dict[tuple[int, int, int], int]] = {EMPTY: {}, PARTIAL: {}, FULL: {}}
     for element in ET.parse(path).getroot():
-        if not element.tag.endswith("path"):
+        if "fill" not in element.attrib or not element.tag.endswith("path"):
             continue
         for x, y, width in RUN.findall(element.attrib["d"]):
             head, left = divmod(int(x) - GAP, num_blocks * CELL + GAP)
-            for column in range(left // CELL, (left + int(width) + 1) // CELL):
+            for column in range(left // CELL, (left + int(width)) // CELL):
                 key = (head, (int(y) - TOP) // CELL, column)
                 cells = found[element.attrib["fill"]]
                 cells[key] = cells.get(key, 0) + 1
@@ -60,3 +62,15 @@ def test_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="129 x 129 blocks are too many for one picture"):
         draw(Dense().layout(129 * 16, heads=1, block=16), tmp_path / "dense.svg")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_pictures_of_the_page_are_those_of_the_command(tmp_path: Path):
+    made = draw_all(tmp_path)
+    assert len(made) == 6
+    assert {path.name for path in made} == {path.name for path in FOLDER.iterdir()}
+    for path in made:
+        assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
+
+
+def test_the_table_of_the_page_is_that_of_the_command():
+    assert table() in (ROOT / "docs" / "attention.md").read_text()
