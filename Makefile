@@ -12,7 +12,9 @@ TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
+# pip makes byte code of one file after another; BYTE_CODE makes that of all that pip installed on every core.
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+BYTE_CODE = $(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') >/dev/null 2>&1 || true
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
@@ -70,14 +72,17 @@ $(VENV)/.packages: pyproject.toml Makefile
 
 $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 	$(PIP) --no-build-isolation -e ".[train,test]"
+	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.built
 	$(PIP) --no-build-isolation -e ".[lint,wheel]"
+	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.built
 	$(PIP) --no-build-isolation -e ".[docs]"
+	$(BYTE_CODE)
 	touch $@
 
 clean:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,8 @@ def heading(rows: list[Row]) -> str:
         ", ".join(dict.fromkeys(str(each[key]) for each in rows)) for key in ("commit", "date")
     )
     stamp = f"torch {row['versions']['torch']}, commit {commits}, {dates}"
-    return f"{what} ({where['threads']} threads); {stamp}:"
+    text = f"{what} ({where['threads']} threads); {stamp}:"
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def headlines(rows: list[Row]) -> str:

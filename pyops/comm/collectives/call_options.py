@@ -48,6 +48,8 @@ class CallOptions:
     @staticmethod
     def of(who: str, **details: Unpack[SliceDetails]) -> CallOptions:
         """The options that a caller of `who` gave; TypeError, naming it, for an unknown one."""
+        if not details:
+            return _DEFAULT
         unknown = {key: value for key, value in details.items() if key not in _NAMES}
         refuse_renamed(who, unknown, {"reduction": "op"})
         return CallOptions(**details)
@@ -59,3 +61,4 @@ class CallOptions:
 
 
 _NAMES = frozenset(CallOptions.__dataclass_fields__)
+_DEFAULT = CallOptions()

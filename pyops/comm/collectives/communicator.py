@@ -107,7 +107,10 @@ class Communicator:
             raise ValueError(
                 f"group must be a process group that this rank is in, None or ALONE, got {group!r}"
             )
-        ranks = resolve(group, "a collective")
+        if group is None and dist.is_initialized():  # of most calls: nothing else need be asked
+            ranks = dist.group.WORLD
+        else:
+            ranks = resolve(group, "a collective")
         if ranks is None:
             return _OneProcess()
         found = _communicators.get(ranks)
@@ -338,6 +341,12 @@ class Communicator:
         """
         if algorithm != "auto" or self.size == 1:
             return algorithm
+        key = (
+            flat.device.type,
+            "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype),
+        )
+        if (table := self._costs.get(key)) is not None:
+            return probe.fastest(table, nbytes=flat.numel() * flat.element_size())
         any_order = self.size == 2 or flat.dtype in _ORDER_FREE
         if flat.is_cuda:
             names = ["native", "two_shot"] if any_order else ["native"]
@@ -355,14 +364,10 @@ class Communicator:
                 pass
         if len(names) == 1:
             return names[0]
-        key = (
-            flat.device.type,
-            "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype),
-        )
         presumed = self.presumed_costs.get(key, {})
-        if key not in self._costs and presumed.keys() >= set(names):
+        if presumed.keys() >= set(names):
             self._costs[key] = {name: presumed[name] for name in names}
-        if key not in self._costs:
+        else:
             if not flat.is_cuda:
                 self.agree(
                     "the choice of an algorithm", dtype=flat.dtype, details=(algorithm, *names)

@@ -395,8 +395,10 @@ def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written
             "one on the CPU or on CUDA"
         )
     require_memory(tensor, "a tensor that")
-    if written and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    if (
+        written
+        and not tensor.is_contiguous()
+        and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     ):
         raise ValueError(
             "an expanded tensor has several elements in one place and can't take a "
