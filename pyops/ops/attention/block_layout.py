@@ -24,7 +24,7 @@ from pyops.ops.attention.block_tables import check_pairs, check_sizes, compresse
 __all__ = ["BlockLayout"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
     """Blocks of queries by blocks of keys, for all heads alike or for each head its own.
 
@@ -233,6 +233,12 @@ class BlockLayout:
         """Visited blocks over all blocks, the mean over heads."""
         all_blocks = self.num_heads * self.num_query_blocks * self.num_key_blocks
         return int(self.counts.sum()) / all_blocks if all_blocks else 0.0
+
+    def __repr__(self) -> str:
+        heads = "heads alike" if self.num_heads == 1 else f"{self.num_heads} heads"
+        size = f"{self.num_query_blocks} x {self.num_key_blocks} blocks of {self.block}"
+        causal = ", causal" if self.causal else ""
+        return f"BlockLayout({heads}, {size}{causal}, {self.density:.1%} visited)"
 
     def dense(self) -> Tensor:
         """The table of blocks: bool [H or 1, nq, nk]."""

@@ -79,7 +79,7 @@ def test_tables_say_what_the_tokens_see(
         assert {(i, j): full for (j, i), full in columns[head].items()} == expected
         visited += len(expected)
     assert layout.density == pytest.approx(visited / blocks.numel())
-    assert layout.device == layout.column_full.device == device
+    assert layout.device.type == layout.column_full.device.type == device.type
 
 
 def test_a_literal():
@@ -99,6 +99,15 @@ def test_a_literal():
         [[False, True, True], [False, False, False], [False, False, False]]
     ]
     assert {t.dtype for t in (layout.counts, layout.column_indices)} == {torch.int32}
+
+
+def test_a_layout_is_shown_in_a_line():
+    assert repr(two_by_three(causal=True)) == (
+        "BlockLayout(2 heads, 2 x 3 blocks of 16, causal, 50.0% visited)"
+    )
+    assert repr(two_by_three(shape=(1, 2, 3))) == (
+        "BlockLayout(heads alike, 2 x 3 blocks of 16, 100.0% visited)"
+    )
 
 
 def equal(one: BlockLayout, other: BlockLayout) -> bool:
