@@ -37,6 +37,7 @@ _ROOMS = frozenset(
         "comm",
         "offload",
         "precision",
+        "attention",
         "data_parallel",
         "onebit",
         "recompute",

@@ -46,6 +46,11 @@ class Config(RunSections):
             raise ValueError(
                 f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _"
             )
+        if self.data.packing != "none":
+            raise ValueError(
+                f"data.packing is {self.data.packing!r}, but no model of a run takes documents "
+                'yet; set it to "none", or make the rows by pyops.data.PackedBatches'
+            )
         if self.model_folder.given:
             self.zero.validate("zero.")
             check_folder(self)

@@ -12,6 +12,9 @@ batches = Batches(corpus.train, sequence_length=256, global_batch=32, seed=0, ra
 num_ranks=num_ranks)
 rows = batches.next()                                             # int64 [32 / num_ranks, 257]
 batches.state_dict(), batches.load_state_dict(state)              # the cursor
+PackedBatches(corpus, ...).next()                                 # with DataConfig(packing =
+                                                                  # "documents"): rows of whole
+                                                                  # documents, and where they begin
 corpus.bigram_loss                                                # what a byte-bigram model
                                                                   # reaches, nats per byte
 
@@ -28,6 +31,7 @@ from pyops.data.characters import load_characters
 from pyops.data.corpus import CorpusError, DataConfig, Document, find_documents
 from pyops.data.digits import load_digits
 from pyops.data.images import Images
+from pyops.data.packing import PackedBatches, PackedRows, pack, packed_validation_rows
 from pyops.data.passages import Passages, prepare_passages
 from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
@@ -39,6 +43,8 @@ __all__ = [
     "DataConfig",
     "Document",
     "Images",
+    "PackedBatches",
+    "PackedRows",
     "PairTokenizer",
     "Passages",
     "Tokenizer",
@@ -47,6 +53,8 @@ __all__ = [
     "find_documents",
     "load_characters",
     "load_digits",
+    "pack",
+    "packed_validation_rows",
     "prepare",
     "prepare_passages",
     "validation_rows",

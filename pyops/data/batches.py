@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyops.data.cache import Corpus
 from pyops.data.corpus import CorpusError
-from pyops.data.row_order import RowOrder
+from pyops.data.row_order import RowOrder, check_share
 
 __all__ = ["Batches", "validation_rows"]
 
@@ -49,17 +49,7 @@ class Batches:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        if not 0 <= rank < num_ranks:
-            raise ValueError(
-                f"rank is {rank} of {num_ranks} ranks; it must be 0 or more and less "
-                f"than {num_ranks}"
-            )
-        if global_batch < 1 or global_batch % num_ranks:
-            raise ValueError(
-                f"a global batch of {global_batch} sequences can't be shared by "
-                f"{num_ranks} ranks; make it a "
-                f"multiple of {num_ranks}"
-            )
+        check_share(rank=rank, num_ranks=num_ranks, global_batch=global_batch)
         self.num_sequences = (corpus.train.size - 1) // sequence_length
         if self.num_sequences < global_batch:
             raise CorpusError(

@@ -2,6 +2,7 @@
 map.
 
     <cache>/<digest>/   train.bin  validation.bin  tokenizer.json (BPE only)  meta.json
+                        train.starts.bin  validation.starts.bin (packing only)
 
 The folder is written under another name and renamed when whole, so two runs that start at once
 can't see, or spoil,
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from pyops.comm.agreement import agree, on_first_rank
 from pyops.data.bigram import bigram_loss, count_pairs
-from pyops.data.corpus import CorpusError, DataConfig, find_documents, read_documents
+from pyops.data.corpus import CorpusError, DataConfig, find_documents, read_numbered
 from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
 __all__ = ["Corpus", "build_aside", "prepare"]
@@ -43,6 +44,9 @@ class Corpus:
             train text.
         digest: Of the text, the tokenizer's settings and the split; equal digests mean equal
             tokens.
+        train_starts: Where the documents of `train` begin, and where the last one ends: int64
+            [n + 1]; None unless they are packed.
+        validation_starts: Likewise; the document on the border is in both parts, a piece in each.
     """
 
     path: str
@@ -51,6 +55,8 @@ class Corpus:
     tokenizer: Tokenizer
     bigram_loss: float
     digest: str
+    train_starts: np.ndarray | None = None
+    validation_starts: np.ndarray | None = None
 
 
 def prepare(
@@ -104,18 +110,21 @@ def _check_length(corpus: Corpus, sequence_length: int) -> None:
 def _build_once(config: DataConfig, vocab_size: int) -> Path:
     documents = find_documents(config)
 
-    def texts() -> Iterator[bytes]:
-        return read_documents(documents, max_bytes=config.max_bytes)
+    def texts() -> Iterator[tuple[int, bytes]]:
+        return read_numbered(documents, max_bytes=config.max_bytes)
 
     settings = {
         k: v for k, v in asdict(config).items() if k in ("tokenizer", "validation_fraction")
     }
     settings |= {"format": FORMAT, "vocab_size": vocab_size if config.tokenizer == "bpe" else 256}
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
-    size = 0
-    for text in texts():
+    size, ends = 0, {}
+    for number, text in texts():
         digest.update(text)
         size += len(text)
+        ends[number] = size
+    if config.packing != "none":  # the same text in other documents is packed otherwise
+        digest.update(json.dumps([config.packing, *ends.values()]).encode())
     folder = Path(config.cache).expanduser() / digest.hexdigest()
     if (folder / "meta.json").exists():
         return folder
@@ -153,7 +162,7 @@ def build_aside(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def _build(
     config: DataConfig,
-    texts: Callable[[], Iterator[bytes]],
+    texts: Callable[[], Iterator[tuple[int, bytes]]],
     folder: Path,
     *,
     train_bytes: int,
@@ -163,7 +172,7 @@ def _build(
     the rest held out."""
     tokenizer: Tokenizer = ByteTokenizer()
     if config.tokenizer == "bpe":
-        train_texts = (text for part, text in _split(texts(), train_bytes) if part == "train")
+        train_texts = (text for part, _, text in _split(texts(), train_bytes) if part == "train")
         tokenizer = trained = PairTokenizer.train(train_texts, vocab_size=vocab_size)
         trained.save(folder / "tokenizer.json")
     dtype = np.dtype(
@@ -176,12 +185,14 @@ def _build(
     pairs = {part: np.zeros((256, 256), dtype=np.int64) for part in PARTS}
     before: dict[str, int | None] = dict.fromkeys(PARTS)
     tokens = dict.fromkeys(PARTS, 0)
+    starts: dict[str, dict[int, int]] = {part: {} for part in PARTS}
     with (
         open(folder / "train.bin", "wb") as train,
         open(folder / "validation.bin", "wb") as validation,
     ):
         files = {"train": train, "validation": validation}
-        for part, text in _split(texts(), train_bytes):
+        for part, number, text in _split(texts(), train_bytes):
+            starts[part].setdefault(number, tokens[part])
             encoded = tokenizer.encode(text)
             files[part].write(encoded.astype(dtype).tobytes())
             tokens[part] += int(encoded.size)
@@ -190,6 +201,10 @@ def _build(
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
+    if config.packing != "none":
+        for part in PARTS:
+            every = np.array([*starts[part].values(), tokens[part]], dtype=np.int64)
+            every.tofile(folder / f"{part}.starts.bin")
     meta = {
         "format": FORMAT,
         "dtype": dtype.name,
@@ -199,13 +214,15 @@ def _build(
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
 
 
-def _split(texts: Iterator[bytes], train_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """The texts, each with the part it belongs to; the one on the border is cut in two."""
-    for text in texts:
+def _split(
+    texts: Iterator[tuple[int, bytes]], train_bytes: int
+) -> Iterator[tuple[str, int, bytes]]:
+    """The numbered texts, each with the part it belongs to; the one on the border is cut in two."""
+    for number, text in texts:
         if text[:train_bytes]:
-            yield "train", text[:train_bytes]
+            yield "train", number, text[:train_bytes]
         if text[train_bytes:]:
-            yield "validation", text[train_bytes:]
+            yield "validation", number, text[train_bytes:]
         train_bytes = max(0, train_bytes - len(text))
 
 
@@ -242,6 +259,7 @@ def _open(config: DataConfig, folder: Path) -> Corpus:
             tokenizer,
             meta["bigram_loss"],
             folder.name,
+            *(_open_starts(config, folder, part, arrays[part].size) for part in PARTS),
         )
     except FileNotFoundError as error:
         raise CorpusError(
@@ -252,3 +270,13 @@ def _open(config: DataConfig, folder: Path) -> Corpus:
         raise CorpusError(
             f"the token cache {folder} is damaged ({error}); delete that folder, it is built anew"
         ) from None
+
+
+def _open_starts(config: DataConfig, folder: Path, part: str, size: int) -> np.ndarray | None:
+    if config.packing == "none":
+        return None
+    path = folder / f"{part}.starts.bin"
+    starts = np.fromfile(path, dtype=np.int64)
+    if not starts.size or starts[0] != 0 or starts[-1] != size or (np.diff(starts) < 0).any():
+        raise ValueError(f"{path} has no starts of {size} tokens")
+    return starts

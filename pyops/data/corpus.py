@@ -17,7 +17,14 @@ from pathlib import Path
 
 from pyops.checkpoint.format.repository import how_to_fetch
 
-__all__ = ["CorpusError", "DataConfig", "Document", "find_documents", "read_documents"]
+__all__ = [
+    "CorpusError",
+    "DataConfig",
+    "Document",
+    "find_documents",
+    "read_documents",
+    "read_numbered",
+]
 
 STANDARD_LIBRARY = "stdlib"
 # Other people's packages, and tests: data tables and broken-on-purpose files rather than code.
@@ -31,6 +38,7 @@ STANDARD_LIBRARY_EXCLUDES = (
     "lib2to3",
 )
 LONG_ROWS = ("refuse", "truncate")
+PACKINGS = ("none", "documents")
 SEPARATOR = b"\n"
 PIECE_BYTES = 1 << 20
 
@@ -52,6 +60,8 @@ class DataConfig:
         long_rows: Of instructions for a Hugging Face folder: "refuse" a row of more tokens than
             model.sequence_length, or "truncate" it.
         cache: The folder for token files; they are named by a digest of the text.
+        packing: How rows are cut: "none", one behind the other from the whole text; "documents",
+            each row has whole documents and says where they begin (`PackedBatches`).
     """
 
     path: str = STANDARD_LIBRARY
@@ -61,6 +71,7 @@ class DataConfig:
     validation_fraction: float = 0.1
     cache: str = "runs/data"
     long_rows: str = "refuse"
+    packing: str = "none"
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -75,6 +86,8 @@ class DataConfig:
             raise ValueError(
                 f"long_rows is {self.long_rows!r}; choose one of {', '.join(LONG_ROWS)}"
             )
+        if self.packing not in PACKINGS:
+            raise ValueError(f"packing is {self.packing!r}; choose one of {', '.join(PACKINGS)}")
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(
                 f"validation_fraction is {self.validation_fraction}; give a part between "
@@ -150,12 +163,20 @@ def _walk(root: Path, *, suffixes: Sequence[str], excludes: Sequence[str]) -> It
 def read_documents(documents: Sequence[Document], *, max_bytes: int = 0) -> Iterator[bytes]:
     """The text of each document and a newline, in pieces of whole lines, cut after `max_bytes` in
     all (0: not cut)."""
+    return (text for _, text in read_numbered(documents, max_bytes=max_bytes))
+
+
+def read_numbered(
+    documents: Sequence[Document], *, max_bytes: int = 0
+) -> Iterator[tuple[int, bytes]]:
+    """As `read_documents`, each piece with the number of its document, to which its newline
+    belongs."""
     left = max_bytes or sum(d.size + len(SEPARATOR) for d in documents)
-    for document in documents:
+    for number, document in enumerate(documents):
         try:
             with open(document.path, "rb") as file:
                 while left > 0 and (piece := file.read(PIECE_BYTES) + file.readline()):
-                    yield piece[:left]
+                    yield number, piece[:left]
                     left -= len(piece)
         except OSError as error:
             raise CorpusError(
@@ -164,5 +185,5 @@ def read_documents(documents: Sequence[Document], *, max_bytes: int = 0) -> Iter
             ) from None
         if left <= 0:
             return
-        yield SEPARATOR
+        yield number, SEPARATOR
         left -= len(SEPARATOR)

@@ -15,7 +15,29 @@ from torch import Tensor
 from pyops import random
 from pyops.data.corpus import CorpusError
 
-__all__ = ["RowOrder"]
+__all__ = ["RowOrder", "check_share"]
+
+
+def check_share(*, rank: int, num_ranks: int, global_batch: int) -> None:
+    """Refuse a batch that the ranks can't share.
+
+    Args:
+        rank: This rank.
+        num_ranks: The number of ranks that share a batch.
+        global_batch: Sequences in a step, over all ranks.
+
+    Raises:
+        ValueError: When there is no such rank, or the ranks do not divide the global batch.
+    """
+    if not 0 <= rank < num_ranks:
+        raise ValueError(
+            f"rank is {rank} of {num_ranks} ranks; it must be 0 or more and less than {num_ranks}"
+        )
+    if global_batch < 1 or global_batch % num_ranks:
+        raise ValueError(
+            f"a global batch of {global_batch} sequences can't be shared by {num_ranks} ranks; "
+            f"make it a multiple of {num_ranks}"
+        )
 
 
 class RowOrder:

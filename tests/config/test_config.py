@@ -227,6 +227,12 @@ def test_the_learning_rates_way():
     assert OptimizerConfig(lr=2.0, warmup_steps=0).lr_at(0, num_steps=1) == 2.0
 
 
+def test_rows_of_documents_are_not_taken_by_a_run_yet(tmp_path):
+    path = write(tmp_path, '[data]\npacking = "documents"\n')
+    with pytest.raises(ConfigError, match=r"data.packing is 'documents', but .*set it to"):
+        load_config(path)
+
+
 def test_every_refusal_of_a_section_begins_with_a_key():
     """The reader puts the section's name before it: what is left must be something that can be
     typed."""

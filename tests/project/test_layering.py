@@ -26,7 +26,7 @@ LAYERS = [
     # The contracts of the kernels; the only importer of torch.ops.pyops.
     ["ops", "failure", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
-    ["optim", "comm", "offload", "precision"],
+    ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
     ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
     ["models", "data"],
@@ -56,7 +56,7 @@ FLOORS = {
         ["bigram", "corpus", "images"],
         ["characters", "digits", "row_order", "tokenizer"],
         ["cache"],
-        ["batches", "folder_text", "passages"],
+        ["batches", "folder_text", "packing", "passages"],
     ],
     "elastic": [
         ["layout", "membership", "picture", "policy"],
@@ -83,7 +83,7 @@ FLOORS = {
         ["memory"],
         ["library"],
         ["random"],
-        ["communication", "layers", "optimizers"],
+        ["attention", "communication", "layers", "optimizers"],
         ["symmetric_step", "triton"],
     ],
     "optim": [
