@@ -58,11 +58,11 @@ uint64_t exchange(uint64_t value, unsigned from);
 unsigned ballot(bool holds);
 unsigned atomic_inc(unsigned* address, unsigned last);
 
-// Bytes that a thread has asked for since it last stored or waited, and the most of them so far.
-struct Asked {
-    int64_t bytes = 0, most = 0;
-};
-extern thread_local Asked asked;
+// A thread asked for bytes, or stored some. The most that any has asked for before it stored or
+// waited, since this was last called.
+void asked(size_t bytes);
+void stored();
+int64_t most_asked();
 
 // In words or in bytes, through volatile, so that the access that a sanitizer sees is this one.
 template <typename Word>
@@ -122,9 +122,7 @@ template <typename T>
 T __ldcs(const T* from) {
     T value;
     emulation::move<T>(&value, from, from);
-    emulation::asked.bytes += sizeof(T);
-    if (emulation::asked.bytes > emulation::asked.most)
-        emulation::asked.most = emulation::asked.bytes;
+    emulation::asked(sizeof(T));
     return value;
 }
 template <typename T>
@@ -134,5 +132,5 @@ T __ldcg(const T* from) {
 template <typename T>
 void __stcs(T* to, T value) {
     emulation::move<T>(to, &value, to);
-    emulation::asked.bytes = 0;
+    emulation::stored();
 }

@@ -141,11 +141,7 @@ void emulated_adafactor(unsigned grid, int64_t* table, int rows, const int64_t* 
 }
 
 // The most bytes that any thread asked for before it stored or waited, since this was last called.
-int64_t emulated_asked() {
-  const int64_t most = emulation::asked.most;
-  emulation::asked = {};
-  return most;
-}
+int64_t emulated_asked() { return emulation::most_asked(); }
 
 void emulated_norm(unsigned grid, const int64_t* table, int rows, double* out) {
   static NormWorkspace workspace;

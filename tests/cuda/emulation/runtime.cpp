@@ -46,9 +46,9 @@ thread_local dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulation {
 
-thread_local Asked asked;
-
 namespace {
+
+thread_local int64_t bytes_asked, most_bytes;
 
 constexpr size_t STACK = 128 << 10;
 constexpr unsigned NO_SYNC = 1;
@@ -144,7 +144,7 @@ void yield() {
 
 int wait(Barrier& barrier, int threads, bool ordering) {
     const int generation = barrier.generation;
-    asked.bytes = 0;
+    bytes_asked = 0;
     if (ordering) __tsan_release(&barrier.order[generation & 1]);
     if (++barrier.arrived == threads) {
         barrier.arrived = 0;
@@ -257,6 +257,19 @@ unsigned ballot(bool holds) {
         bits |= static_cast<unsigned>(cta->exchanged[warp + k]) << k;
     wait_for_warp();
     return bits;
+}
+
+void asked(size_t bytes) {
+    bytes_asked += static_cast<int64_t>(bytes);
+    if (bytes_asked > most_bytes) most_bytes = bytes_asked;
+}
+
+void stored() { bytes_asked = 0; }
+
+int64_t most_asked() {
+    const int64_t most = most_bytes;
+    bytes_asked = most_bytes = 0;
+    return most;
 }
 
 void pause() {
