@@ -134,6 +134,50 @@ struct RowSum {
 #pragma unroll
         for (int k = 0; k < 4; ++k) u[k] *= rows.scale;
     }
+
+    // Whether a lane's elements of a line are whole words of every row.
+    __device__ __forceinline__ bool whole() const {
+        bool all = true;
+        for (int r = 0; all && r < rows.count; ++r)
+            all = in_line(rows.row[r] + rows.head, Decode::BYTES);
+        return all;
+    }
+
+    // The same of GROUP lines that are there, the first of which is at `i`.
+    template <int GROUP>
+    __device__ __forceinline__ void several(int64_t block, int64_t i, float (&u)[GROUP][4]) const {
+        for (int first = 0; first < rows.count; first += AHEAD) {
+            uint32_t word[AHEAD][GROUP];
+            float scale[AHEAD];
+#pragma unroll
+            for (int r = 0; r < AHEAD; ++r) {
+                if (r > 0 && first + r >= rows.count) continue;
+                const uint8_t* const row = rows.row[first + r];
+#pragma unroll
+                for (int k = 0; k < GROUP; ++k)
+                    word[r][k] = Decode::fetch_whole(row + rows.head, i + k * LINE);
+                scale[r] = rows.row_scales ? rows.row_scales[first + r] : scale_at(row, block);
+            }
+#pragma unroll
+            for (int r = 0; r < AHEAD; ++r) {
+                if (r > 0 && first + r >= rows.count) continue;
+#pragma unroll
+                for (int k = 0; k < GROUP; ++k) {
+                    float values[4];
+                    const int64_t at = i + k * LINE;
+                    Decode::four(word[r][k], scale[r], at, at + 4, values);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        u[k][j] = first + r == 0 ? values[j] : u[k][j] + values[j];
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < GROUP; ++k) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) u[k][j] *= rows.scale;
+        }
+    }
 };
 
 // u of four elements: the source, and the error where there is one.
@@ -157,6 +201,24 @@ __device__ __forceinline__ void for_blocks(int64_t n, int64_t block, const Body&
          b < blocks; b += warps) {
         const int64_t begin = b * block;
         body(b, begin, begin + block < n ? begin + block : n);
+    }
+}
+
+// u of GROUP whole lines of rows, the first of which is at `i`: their error and their words are asked
+// for before any of them is needed.
+template <int GROUP, typename Decode>
+__device__ __forceinline__ void take(const Codec& codec, const RowSum<Decode>& source,
+                                     int64_t block, int64_t i, float (&u)[GROUP][4]) {
+    Pack<FP32, 4> error[GROUP];
+#pragma unroll
+    for (int k = 0; k < GROUP; ++k)
+        if (codec.error) error[k] = load<FP32, 4>(codec.error, i + k * LINE);
+    source.template several<GROUP>(block, i, u);
+#pragma unroll
+    for (int k = 0; k < GROUP; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (codec.error) u[k][j] += error[k].element[j];
     }
 }
 
@@ -194,11 +256,38 @@ __device__ __forceinline__ void hold(const Codec& codec, const Source& source, i
             }
             return;
         }
+    } else {
+        if (end - begin == LINES * LINE && source.whole() && in_line(codec.error, 16))
+            return take<LINES>(codec, source, block, mine, held);
     }
 #pragma unroll
     for (int line = 0; line < LINES; ++line) {
         if (begin + line * LINE < end)
             four(codec, source, block, mine + line * LINE, end, held[line]);
+    }
+}
+
+// Calls body(i, u) for the lines of one block; of rows, four lines are asked for at a time.
+template <typename Source, typename Body>
+__device__ __forceinline__ void look(const Codec& codec, const Source& source, int64_t block,
+                                     int64_t begin, int64_t end, const Body& body) {
+    constexpr int GROUP = 4;
+    int64_t line = begin;
+    const int64_t mine = 4 * (threadIdx.x % WARP);
+    if constexpr (!Source::WHOLE) {
+        if (source.whole() && in_line(codec.error, 16)) {
+            for (; line + GROUP * LINE <= end; line += GROUP * LINE) {
+                float u[GROUP][4];
+                take<GROUP>(codec, source, block, mine + line, u);
+#pragma unroll
+                for (int k = 0; k < GROUP; ++k) body(mine + line + k * LINE, u[k]);
+            }
+        }
+    }
+    for (; line < end; line += LINE) {
+        float u[4];
+        four(codec, source, block, mine + line, end, u);
+        body(mine + line, u);
     }
 }
 
@@ -223,16 +312,9 @@ __device__ __forceinline__ void look_twice(const Codec& codec, const Source& sou
             if (begin + line * LINE < end) second(mine + line * LINE, held[line]);
         }
     } else {
-        float u[4];
-        for (int64_t line = 0; begin + line < end; line += LINE) {
-            four(codec, source, block, mine + line, end, u);
-            first(u);
-        }
+        look(codec, source, block, begin, end, [&](int64_t, const float (&u)[4]) { first(u); });
         between();
-        for (int64_t line = 0; begin + line < end; line += LINE) {
-            four(codec, source, block, mine + line, end, u);
-            second(mine + line, u);
-        }
+        look(codec, source, block, begin, end, second);
     }
 }
 

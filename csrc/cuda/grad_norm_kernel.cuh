@@ -38,7 +38,7 @@ struct TableGradients {
         return column(table, row, FIRST_CHUNK);
     }
     __device__ __forceinline__ int dtype(int row) const {
-        return code_of(column(table, row, PACKED), GRAD_DTYPE);
+        return code_of(packed_of(table, row), GRAD_DTYPE);
     }
 };
 

@@ -54,10 +54,11 @@ __device__ __forceinline__ void square_into(double& sum, const float (&values)[N
         sum = fma(static_cast<double>(values[k]), static_cast<double>(values[k]), sum);
 }
 
-template <int N>
+template <typename D, int N, int EACH>
 __device__ __forceinline__ void load_weight(const RowInMemory& row, int64_t i, float (&p)[N]) {
-    widen(load_as<DYNAMIC, N>(row.master ? row.master : row.param, i,
-                              row.dtype(row.master ? MASTER_DTYPE : PARAM_DTYPE)),
+    const bool master = D::W == NONE ? false : (D::W == DYNAMIC ? row.master != nullptr : true);
+    widen(load_as<D::W == NONE ? D::P : D::W, N, EACH>(
+              master ? row.master : row.param, i, row.dtype(master ? MASTER_DTYPE : PARAM_DTYPE)),
           p);
 }
 
@@ -72,26 +73,29 @@ struct LambFirst {
         rule = Lamb<float>(a.options, a.factor(), step);
     }
 
-    template <bool SR, int N>
+    template <typename D, bool SR, int N, int EACH>
     __device__ __forceinline__ void operator()(const LayerArguments<Options>& a,
                                                const RowInMemory& row, int64_t i, double& param,
                                                double& other) const {
         float p[N], g[N], m[N], v[N];
-        load_weight<N>(row, i, p);
-        widen(load_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
-        widen(load_as<DYNAMIC, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE)), m);
-        widen(load_as<DYNAMIC, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE)), v);
+        // What is narrower than the others last: where the dtype is chosen at run time, its
+        // conversion waits for it.
+        load_weight<D, N, EACH>(row, i, p);
+        widen(load_as<D::M, N, EACH>(row.exp_avg, i, row.dtype(MOMENT_DTYPE)), m);
+        widen(load_as<D::M, N, EACH>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE)), v);
+        widen(load_as<D::G, N, EACH>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
 #pragma unroll
         for (int k = 0; k < N; ++k) rule.moments(g[k], m[k], v[k]);
-        store_state<DYNAMIC, SR, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
-        store_state<DYNAMIC, SR, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed, 2);
+        const int moment = row.dtype(MOMENT_DTYPE);
+        store_state<D::M, SR, N, EACH>(row.exp_avg, i, moment, m, row, a.seed, 1);
+        store_state<D::M, SR, N, EACH>(row.exp_avg_sq, i, moment, v, row, a.seed, 2);
         square_into<N>(param, p);
 #pragma unroll
         for (int k = 0; k < N; ++k) g[k] = rule.update(p[k], m[k], v[k]);
         square_into<N>(other, g);
         if (a.zero_grads) {
             float zeros[N] = {};
-            store_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
+            store_as<D::G, N, EACH>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
         }
     }
 };
@@ -103,13 +107,13 @@ struct LarsFirst {
 
     __device__ __forceinline__ void enter(const LayerArguments<Options>&, float) {}
 
-    template <bool SR, int N>
+    template <typename D, bool SR, int N, int EACH>
     __device__ __forceinline__ void operator()(const LayerArguments<Options>&,
                                                const RowInMemory& row, int64_t i, double& param,
                                                double& other) const {
         float p[N], g[N];
-        load_weight<N>(row, i, p);
-        widen(load_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
+        load_weight<D, N, EACH>(row, i, p);
+        widen(load_as<D::G, N, EACH>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
         square_into<N>(param, p);
         square_into<N>(other, g);
     }
@@ -120,14 +124,34 @@ struct FirstRow : RowInMemory {
     First first;
 };
 
-template <typename First, bool SR, int N>
+// The packs of a chunk: dtypes that people train with have code of their own.
+template <typename First, typename D, bool SR>
 __device__ __forceinline__ void first_of(const LayerArguments<typename First::Options>& a,
                                          const FirstRow<First>& row, Range packs, double& param,
                                          double& other) {
     const auto pack = [&](int64_t i) {
-        row.first.template operator()<SR, N>(a, row, i, param, other);
+        row.first.template operator()<D, SR, 4, 1>(a, row, i, param, other);
     };
-    walk_packs<N, 1>(packs, threadIdx.x, THREADS, pack, pack);
+    walk_packs<4, 1>(packs, threadIdx.x, THREADS, pack, pack);
+}
+
+// The elements of a row whose operands can't be brought into line, in the order of one at a time:
+// see update_out_of_line.
+template <typename First, bool SR>
+__device__ __forceinline__ void first_out_of_line(const LayerArguments<typename First::Options>& a,
+                                                  const FirstRow<First>& row, Range elements,
+                                                  double& param, double& other) {
+    const auto one = [&](int64_t i) {
+        row.first.template operator()<Generic, SR, 1, 1>(a, row, i, param, other);
+    };
+    if constexpr (SR) {
+        walk_packs<1, 1>(elements, threadIdx.x, THREADS, one, one);
+    } else {
+        const auto four = [&](int64_t i) {
+            row.first.template operator()<Generic, SR, 4, THREADS>(a, row, i, param, other);
+        };
+        walk_packs<1, 4>(elements, threadIdx.x, THREADS, four, one);
+    }
 }
 
 template <typename First, bool SR>
@@ -137,13 +161,18 @@ __device__ __forceinline__ SquaredNorms first_slice(
     for (int64_t index = chunks.begin; index < chunks.end; ++index) {
         const Range range = elements_of(index, row.numel, CHUNK, row.head);
         const Range packs = packs_of(range, index == 0 ? row.head : 0, row.pack);
-        if (row.pack == 1) {
-            first_of<First, SR, 1>(a, row, packs, param, other);
-        } else {
-            first_of<First, SR, 4>(a, row, packs, param, other);
+        switch (row.kind) {
+            case key<Dtypes<FP32, FP32, FP32, NONE>>:
+                first_of<First, Dtypes<FP32, FP32, FP32, NONE>, SR>(a, row, packs, param, other);
+                break;
+            case key<Dtypes<BF16, BF16, FP32, FP32>>:
+                first_of<First, Dtypes<BF16, BF16, FP32, FP32>, SR>(a, row, packs, param, other);
+                break;
+            case SCALAR_KEY: first_out_of_line<First, SR>(a, row, packs, param, other); break;
+            default: first_of<First, Generic, SR>(a, row, packs, param, other);
         }
         walk_edges(range, packs, threadIdx.x, THREADS, [&](int64_t i) {
-            row.first.template operator()<SR, 1>(a, row, i, param, other);
+            row.first.template operator()<Generic, SR, 1, 1>(a, row, i, param, other);
         });
     }
     return {block_sum<THREADS>(param), block_sum<THREADS>(other)};
@@ -218,7 +247,7 @@ __device__ __forceinline__ void set_rule(Rule& rule, const LayerArguments<LarsOp
 // The walk of step_kernel with a rule for each row; layers of one parameter follow each other and
 // share its step.
 template <template <typename> class R, bool SR, typename Options>
-__global__ __launch_bounds__(THREADS, 2) void second_kernel(
+__global__ __launch_bounds__(THREADS, 3) void second_kernel(
     const __grid_constant__ LayerArguments<Options> a, const __grid_constant__ StepArguments<R> s) {
     if (a.skips()) {
         if (holds(R<float>::COLUMNS, GRAD) && s.zero_grads) zero_all_grads(a);

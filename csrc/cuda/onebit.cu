@@ -24,7 +24,12 @@ void launch_encode(const CodecSpan& span, const Launch& on, const Source& source
 template <typename Source>
 void encode(const CodecSpan& span, const Launch& on, const Source& source,
             const OptionalTensor& flag) {
-    if (span.block <= HELD_LINES * LINE) return launch_encode<HELD_LINES>(span, on, source, flag);
+    // Of rows, a block is read twice, from the caches: held, it would leave no registers for loads
+    // that are in flight.
+    if constexpr (Source::WHOLE) {
+        if (span.block <= HELD_LINES * LINE)
+            return launch_encode<HELD_LINES>(span, on, source, flag);
+    }
     launch_encode<0>(span, on, source, flag);
 }
 

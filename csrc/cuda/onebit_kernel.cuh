@@ -14,6 +14,10 @@ constexpr int HELD_LINES = 16;     // 2048 elements: 64 registers a thread
 constexpr int ONEBIT_CTAS = 1024;  // of onebit_norm, on every device
 
 struct SignBits {
+    static constexpr int BYTES = 1;  // of a word
+    __device__ static __forceinline__ uint32_t fetch_whole(const uint8_t* bits, int64_t i) {
+        return bits[i / 8];
+    }
     __device__ static __forceinline__ uint32_t fetch(const uint8_t* bits, int64_t i, int64_t end) {
         return i < end ? bits[i / 8] : 0u;
     }

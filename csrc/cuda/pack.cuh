@@ -156,15 +156,41 @@ __device__ __forceinline__ void with_dtype(int dtype, const Body& body) {
     }
 }
 
-// `load` where DTYPE may be DYNAMIC, and `dtype` then is the row's.
-template <int DTYPE, int N>
+// N elements that lie EACH apart: one access, or N where they are no neighbours. A warp's accesses
+// of single elements then are one stretch of memory each, and all N are in flight.
+template <int DTYPE, int N, int EACH>
+__device__ __forceinline__ Pack<DTYPE, N> load_each(const void* base, int64_t index) {
+    if constexpr (EACH == 1) {
+        return load<DTYPE, N>(base, index);
+    } else {
+        Pack<DTYPE, N> out;
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+            out.element[j] = load<DTYPE, 1>(base, index + j * EACH).element[0];
+        return out;
+    }
+}
+
+template <int DTYPE, int N, int EACH>
+__device__ __forceinline__ void store_each(void* base, int64_t index, const Pack<DTYPE, N>& pack) {
+    if constexpr (EACH == 1) {
+        store<DTYPE, N>(base, index, pack);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+            store<DTYPE, 1>(base, index + j * EACH, Pack<DTYPE, 1>{{pack.element[j]}});
+    }
+}
+
+// `load_each` where DTYPE may be DYNAMIC, and `dtype` then is the row's.
+template <int DTYPE, int N, int EACH = 1>
 __device__ __forceinline__ Pack<DTYPE, N> load_as(const void* base, int64_t index, int dtype) {
     if constexpr (DTYPE != DYNAMIC) {
-        return load<DTYPE, N>(base, index);
+        return load_each<DTYPE, N, EACH>(base, index);
     } else {
         Pack<DYNAMIC, N> out;
         with_dtype(dtype, [&](auto code) {
-            widen(load<decltype(code)::value, N>(base, index), out.element);
+            widen(load_each<decltype(code)::value, N, EACH>(base, index), out.element);
         });
         return out;
     }
@@ -172,7 +198,7 @@ __device__ __forceinline__ Pack<DTYPE, N> load_as(const void* base, int64_t inde
 
 // Rounds `values` by `round(value, j)` of each dtype and stores them; leaves what was stored in
 // `values`.
-template <int DTYPE, int N, typename Round>
+template <int DTYPE, int N, int EACH = 1, typename Round>
 __device__ __forceinline__ void store_as(void* base, int64_t index, int dtype, float (&values)[N],
                                          const Round& round) {
     const auto store_rounded = [&](auto code) {
@@ -181,7 +207,7 @@ __device__ __forceinline__ void store_as(void* base, int64_t index, int dtype, f
 #pragma unroll
         for (int j = 0; j < N; ++j) pack.element[j] = round(code, values[j], j);
         widen(pack, values);
-        store<KNOWN, N>(base, index, pack);
+        store_each<KNOWN, N, EACH>(base, index, pack);
     };
     if constexpr (DTYPE != DYNAMIC) {
         store_rounded(Code<DTYPE>{});

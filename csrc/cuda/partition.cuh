@@ -23,25 +23,23 @@
 
 namespace pyops::cuda {
 
-// Chunks a CTA walks before it jumps: a row is looked up once per span, and all CTAs
-constexpr int64_t SPAN = 16;
-// together stay within a few hundred MiB, which the address translation caches hold
+// Chunks a CTA walks before it jumps: a row is looked up once per span, and all CTAs together stay
+// within a few hundred MiB, which the address translation caches hold
+constexpr unsigned SPAN = 16;
 constexpr int LANES = 32;
 
 struct Range {
     int64_t begin, end;
 };
 
-// The chunks of CTA `cta` in slab `slab`; every CTA's share of a slab differs by one chunk at most.
-PYOPS_EVERYWHERE Range span_of(int64_t slab, int64_t cta, int64_t ctas, int64_t chunks) {
-    const int64_t first = slab * ctas * SPAN;
+// The chunks of CTA `cta` in the slab that begins at chunk `first`, a multiple of ctas * SPAN; every
+// CTA's share of a slab differs by one chunk at most.
+PYOPS_EVERYWHERE Range span_of(int64_t first, unsigned cta, unsigned ctas, int64_t chunks) {
     const int64_t left = chunks - first;
-    const int64_t here = left < ctas * SPAN ? left : ctas * SPAN;
+    // 32 bits: a division of 64 is a call of some eighty instructions. cta * here < ctas^2 * SPAN.
+    const auto most = static_cast<unsigned>(ctas * SPAN);
+    const unsigned here = left < most ? static_cast<unsigned>(left) : most;
     return {first + cta * here / ctas, first + (cta + 1) * here / ctas};
-}
-
-PYOPS_EVERYWHERE int64_t slabs_of(int64_t ctas, int64_t chunks) {
-    return (chunks + ctas * SPAN - 1) / (ctas * SPAN);
 }
 
 // The row that chunk `chunk` belongs to: the last one whose first chunk is not beyond it. Rows

@@ -35,19 +35,20 @@ __device__ __forceinline__ void update_known(const StepRow<R>& row, const StepAr
 #define PYOPS_CASE(...)            \
     case key<Dtypes<__VA_ARGS__>>: \
         return update_packs<R, Dtypes<__VA_ARGS__>, SR, Dtypes<__VA_ARGS__>::PACK>(row, a, packs)
-    const auto scalar = [&](int64_t i) { update_any<R, SR, 1>(row, a, i); };
     const auto generic = [&](int64_t i) { update_any<R, SR, 4>(row, a, i); };
     switch (row.kind) {
         PYOPS_CASE(FP32, FP32, FP32, NONE);
         PYOPS_CASE(FP32, FP32, BF16, NONE);
         PYOPS_CASE(FP32, FP32, FP16, NONE);
+        PYOPS_CASE(FP32, BF16, FP32, NONE);
+        PYOPS_CASE(BF16, BF16, FP32, NONE);
         PYOPS_CASE(BF16, BF16, FP32, FP32);
         PYOPS_CASE(BF16, FP32, FP32, FP32);
         PYOPS_CASE(BF16, BF16, BF16, NONE);
         PYOPS_CASE(FP16, FP16, FP32, FP32);
         PYOPS_CASE(FP16, FP32, FP32, FP32);
         PYOPS_CASE(FP16, FP16, FP16, NONE);
-        case SCALAR_KEY: return walk_packs<1, 1>(packs, threadIdx.x, THREADS, scalar, scalar);
+        case SCALAR_KEY: return update_out_of_line<R, SR>(row, a, packs);
         default: return walk_packs<4, 1>(packs, threadIdx.x, THREADS, generic, generic);
     }
 #undef PYOPS_CASE
@@ -62,7 +63,7 @@ __device__ __forceinline__ void zero_all_grads(const Arguments& a) {
     const auto enter = [&](int row) {
         grad = pointer<char>(a.table, row, GRAD);
         numel = column(a.table, row, NUMEL);
-        size = bytes_of(code_of(column(a.table, row, PACKED), GRAD_DTYPE));
+        size = bytes_of(code_of(packed_of(a.table, row), GRAD_DTYPE));
     };
     const auto chunk = [&](int64_t index) {
         const Range range = elements_of(index, numel, CHUNK, 0);

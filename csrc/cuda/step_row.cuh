@@ -77,8 +77,7 @@ struct RowInMemory {
                               (!holds(required, EXP_AVG_SQ) || exp_avg_sq);
         numel = complete ? column(table, row, NUMEL) : 0;  // a table of another rule: touch nothing
         offset = column(table, row, OFFSET);
-        // The upper half may hold the ticket
-        packed = static_cast<uint32_t>(column(table, row, PACKED));
+        packed = packed_of(table, row);
         choose_kind();
     }
 
@@ -162,9 +161,9 @@ struct AtRandom {
     }
 };
 
-// Operands of N consecutive elements as they come from memory; those that the rule does not work on
+// Operands of N elements, EACH apart, as they come from memory; those that the rule does not work on
 // stay as they are.
-template <template <typename> class R, typename D, int N>
+template <template <typename> class R, typename D, int N, int EACH = 1>
 struct Operands {
     static constexpr int W = D::W == NONE ? D::P : D::W;
     Pack<W, N> weight;
@@ -174,36 +173,39 @@ struct Operands {
     __device__ __forceinline__ Operands(const RowInMemory& row, int64_t i) {
         constexpr unsigned COLUMNS_OF_RULE = R<float>::COLUMNS;
         const bool master = D::W == NONE ? false : (D::W == DYNAMIC ? row.master != nullptr : true);
-        if constexpr (holds(COLUMNS_OF_RULE, GRAD))
-            grad = load_as<D::G, N>(row.grad, i, row.dtype(GRAD_DTYPE));
-        weight = load_as<W, N>(master ? row.master : row.param, i,
-                               row.dtype(master ? MASTER_DTYPE : PARAM_DTYPE));
+        weight = load_as<W, N, EACH>(master ? row.master : row.param, i,
+                                     row.dtype(master ? MASTER_DTYPE : PARAM_DTYPE));
         if constexpr (holds(COLUMNS_OF_RULE, EXP_AVG))
-            exp_avg = load_as<D::M, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE));
+            exp_avg = load_as<D::M, N, EACH>(row.exp_avg, i, row.dtype(MOMENT_DTYPE));
         if constexpr (holds(COLUMNS_OF_RULE, EXP_AVG_SQ))
-            exp_avg_sq = load_as<D::M, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE));
+            exp_avg_sq = load_as<D::M, N, EACH>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE));
+        // Last, for it may be the narrowest: a dtype that is chosen at run time is converted in its
+        // branch, which waits for it.
+        if constexpr (holds(COLUMNS_OF_RULE, GRAD))
+            grad = load_as<D::G, N, EACH>(row.grad, i, row.dtype(GRAD_DTYPE));
     }
 };
 
 // Stores fp32 values as stream number `stream` of the row: to nearest, or at random where SR and
 // the dtype call for it.
-template <int DTYPE, bool SR, int N>
+template <int DTYPE, bool SR, int N, int EACH = 1>
 __device__ __forceinline__ void store_state(void* base, int64_t i, int dtype, float (&values)[N],
                                             const RowInMemory& row, uint64_t seed,
                                             uint32_t stream) {
     if constexpr (SR && (DTYPE == DYNAMIC || bytes_of(DTYPE) == 2)) {
+        static_assert(EACH == 1, "the random numbers are those of neighbours");
         if (DTYPE != DYNAMIC || dtype != FP32) {
             const uint64_t j = static_cast<uint64_t>(row.offset + i);
             const AtRandom round{half_words(seed, static_cast<uint32_t>(row.step), stream, j, N)};
             return store_as<DTYPE, N>(base, i, dtype, values, round);
         }
     }
-    store_as<DTYPE, N>(base, i, dtype, values, ToNearest{});
+    store_as<DTYPE, N, EACH>(base, i, dtype, values, ToNearest{});
 }
 
 // The rule on N elements in registers.
-template <template <typename> class R, typename D, int N>
-__device__ __forceinline__ void apply(const StepRow<R>& row, const Operands<R, D, N>& in,
+template <template <typename> class R, typename D, int N, int EACH>
+__device__ __forceinline__ void apply(const StepRow<R>& row, const Operands<R, D, N, EACH>& in,
                                       float (&p)[N], float (&m)[N], float (&v)[N],
                                       float (&top)[N]) {
     using Rule = R<float>;
@@ -220,44 +222,60 @@ __device__ __forceinline__ void apply(const StepRow<R>& row, const Operands<R, D
     });
 }
 
-template <template <typename> class R, typename D, bool SR, int N>
+template <template <typename> class R, typename D, bool SR, int N, int EACH>
 __device__ __forceinline__ void update(const StepRow<R>& row, const StepArguments<R>& a, int64_t i,
-                                       const Operands<R, D, N>& in) {
+                                       const Operands<R, D, N, EACH>& in) {
     using Rule = R<float>;
     float p[N], m[N], v[N], top[N];
     widen(in.weight, p);
     if constexpr (holds(Rule::COLUMNS, EXP_AVG)) widen(in.exp_avg, m);
     if constexpr (holds(Rule::COLUMNS, EXP_AVG_SQ)) widen(in.exp_avg_sq, v);
     const bool maximum = Rule::WITH_MAX != 0 && !D::KNOWN && row.max != nullptr;
-    if (maximum) widen(load_as<D::M, N>(row.max, i, row.dtype(MOMENT_DTYPE)), top);
+    if (maximum) widen(load_as<D::M, N, EACH>(row.max, i, row.dtype(MOMENT_DTYPE)), top);
     apply<R, D, N>(row, in, p, m, v, top);
-    if (maximum) store_state<D::M, SR, N>(row.max, i, row.dtype(MOMENT_DTYPE), top, row, a.seed, 2);
+    if (maximum)
+        store_state<D::M, SR, N, EACH>(row.max, i, row.dtype(MOMENT_DTYPE), top, row, a.seed, 2);
     if constexpr (holds(Rule::WRITTEN, EXP_AVG))
-        store_state<D::M, SR, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
+        store_state<D::M, SR, N, EACH>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
     if constexpr (holds(Rule::WRITTEN, EXP_AVG_SQ))
-        store_state<D::M, SR, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed, 2);
+        store_state<D::M, SR, N, EACH>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed,
+                                       2);
     const bool master = D::W == NONE ? false : (D::W == DYNAMIC ? row.master != nullptr : true);
     if (master) {
-        store_as<D::W == NONE ? FP32 : D::W, N>(row.master, i, row.dtype(MASTER_DTYPE), p,
-                                                ToNearest{});
-        store_as<D::P, N>(row.param, i, row.dtype(PARAM_DTYPE), p, ToNearest{});
+        store_as<D::W == NONE ? FP32 : D::W, N, EACH>(row.master, i, row.dtype(MASTER_DTYPE), p,
+                                                      ToNearest{});
+        store_as<D::P, N, EACH>(row.param, i, row.dtype(PARAM_DTYPE), p, ToNearest{});
     } else {
-        store_state<D::P, SR, N>(row.param, i, row.dtype(PARAM_DTYPE), p, row, a.seed, 0);
+        store_state<D::P, SR, N, EACH>(row.param, i, row.dtype(PARAM_DTYPE), p, row, a.seed, 0);
     }
-    if (row.copy) store_as<DYNAMIC, N>(row.copy, i, row.dtype(COPY_DTYPE), p, ToNearest{});
+    if (row.copy) store_as<DYNAMIC, N, EACH>(row.copy, i, row.dtype(COPY_DTYPE), p, ToNearest{});
     if (holds(Rule::COLUMNS, GRAD) && a.zero_grads) {
         float zeros[N] = {};
-        store_as<D::G, N>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
+        store_as<D::G, N, EACH>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
     }
 }
 
 // N elements of a row of any dtypes: combinations without code of their own, edges of chunks (N =
-// 1), and rows whose operands can't be brought into line (N = 1). Not inlined: its registers are
-// not those of the known combinations.
-template <template <typename> class R, bool SR, int N>
+// 1), and rows whose operands can't be brought into line (EACH = THREADS). Not inlined: its
+// registers are not those of the known combinations.
+template <template <typename> class R, bool SR, int N, int EACH = 1>
 __device__ __noinline__ void update_any(const StepRow<R>& row, const StepArguments<R>& a,
                                         int64_t i) {
-    update<R, Generic, SR, N>(row, a, i, Operands<R, Generic, N>(row, i));
+    update<R, Generic, SR, N>(row, a, i, Operands<R, Generic, N, EACH>(row, i));
+}
+
+// The elements of a row whose operands can't be brought into line: four of a thread are in flight.
+// With random rounding one, for the random numbers are drawn for neighbours.
+template <template <typename> class R, bool SR>
+__device__ __forceinline__ void update_out_of_line(const StepRow<R>& row, const StepArguments<R>& a,
+                                                   Range elements) {
+    const auto one = [&](int64_t i) { update_any<R, SR, 1>(row, a, i); };
+    if constexpr (SR) {
+        walk_packs<1, 1>(elements, threadIdx.x, THREADS, one, one);
+    } else {
+        const auto four = [&](int64_t i) { update_any<R, SR, 4, THREADS>(row, a, i); };
+        walk_packs<1, 4>(elements, threadIdx.x, THREADS, four, one);
+    }
 }
 
 // The packs of one chunk by all threads of the CTA: four loads of 8 or 16 bytes in flight per

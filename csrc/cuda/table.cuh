@@ -23,6 +23,13 @@ __device__ __forceinline__ T* pointer(const int64_t* table, int row, int which) 
     return reinterpret_cast<T*>(column(table, row, which));
 }
 
+// The dtypes of a row, by an access to the lower half of their column alone: the upper half of the
+// first row's is the ticket, which other CTAs may be counting up by atomics (step_kernel.cuh).
+__device__ __forceinline__ int64_t packed_of(const int64_t* table, int row) {
+    const int64_t* const packed = table + static_cast<int64_t>(row) * COLUMNS + PACKED;
+    return *reinterpret_cast<const uint32_t*>(packed);
+}
+
 // math/table.h's dtype_of, which is a host function.
 __device__ __forceinline__ int code_of(int64_t packed, Field field) {
     return static_cast<int>(packed >> (4 * field)) & 15;
@@ -44,8 +51,7 @@ template <typename Rows, typename Enter, typename Chunk>
 __device__ __forceinline__ void sweep(const Rows& rows, const Enter& enter, const Chunk& chunk) {
     const int last = rows.count - 1;
     const int64_t chunks = rows.first(last) + chunks_of(rows.numel(last));
-    const int64_t slabs = slabs_of(gridDim.x, chunks);
-    for (int64_t slab = 0; slab < slabs; ++slab) {
+    for (int64_t slab = 0; slab < chunks; slab += gridDim.x * SPAN) {
         const Range span = span_of(slab, blockIdx.x, gridDim.x, chunks);
         int64_t first = 0, next = 0;
         for (int64_t c = span.begin; c < span.end; ++c) {

@@ -22,11 +22,18 @@ PYOPS_HOST_DEVICE float quantize_scale(uint32_t largest) {
                                  : float_of(0x7FC00000u);
 }
 
+// t within the format's range.
+template <int FORMAT>
+PYOPS_HOST_DEVICE float quantize_within(float t) {
+    constexpr float LIMIT = quantize_limit(FORMAT);
+    const float low = t > -LIMIT ? t : -LIMIT;
+    return low < LIMIT ? low : LIMIT;
+}
+
 // u / scale within the format's range; 0 for a block without a scale to divide by.
 template <int FORMAT>
 PYOPS_HOST_DEVICE float quantize_ratio(float u, float scale) {
-    constexpr float LIMIT = quantize_limit(FORMAT);
-    const float t = u / scale, low = t > -LIMIT ? t : -LIMIT, within = low < LIMIT ? low : LIMIT;
+    const float within = quantize_within<FORMAT>(u / scale);
     return scale > 0.0f ? within : 0.0f;
 }
 

@@ -11,16 +11,19 @@ Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from pyops.ops.optimizers.optim import adam_, adam_from_table_
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.input_checks import number
 from pyops.optim.fused.options import AdamOptions, AdamWOptions, chosen_options, shows_options
-from pyops.optim.fused.table_rows import TableRows
+from pyops.optim.fused.table_rows import PARAM, TableRows, table_rows_of
 from pyops.protocols import ParamGroup
 
 __all__ = ["Adam", "AdamW"]
@@ -125,6 +128,45 @@ class Adam(FusedOptimizer):
                 **scalars,
                 offsets=work.offsets,
             )
+
+    @torch.no_grad()
+    def step_by(self, launch: Callable[..., None]) -> None:
+        """A step whose kernel is another's, of a caller that sums gradients in it, say.
+
+        Args:
+            launch: Called once for each param group, also for one without gradients, so that
+                several ranks launch equally often: launch(lists, lr_tensor, lr=..., beta1=...,
+                beta2=..., eps=..., weight_decay=..., decoupled=..., maximize=...), where `lists`
+                are those of `adam_` from its params to its steps.
+        """
+        indices = [
+            [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            for group in self.param_groups
+        ]
+        for group, wanted in zip(self.param_groups, indices, strict=True):
+            self._check_group(group)
+            self._check_rows(group, wanted)
+        for group, wanted in zip(self.param_groups, indices, strict=True):
+            rows = [row for some in self._gather(group, wanted).values() for row in some]
+            lists = (
+                table_rows_of(rows, zero_grads=False).columns if rows else [[] for _ in range(8)]
+            )
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            rate = None
+            if isinstance(lr, Tensor) and number(lr) is None and rows:
+                rate = lr.reshape(()).to(rows[0].device, torch.float32)
+            launch(
+                lists,
+                rate,
+                lr=float(lr) if rate is None else 0.0,
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=group["decoupled_weight_decay"],
+                maximize=group["maximize"],
+            )
+            torch.autograd.graph.increment_version(lists[PARAM])
 
 
 class AdamW(Adam):

@@ -98,6 +98,14 @@ class ZeroConfig:
     """Stage 3: the ranks of this rank's node, say, among which backward gathers parameters that
     forward has gathered from all ranks (ZeRO++, hpZ). The groups must divide all ranks evenly."""
 
+    symmetric_step: bool = field(default=False, metadata=IN_PYTHON)
+    """Stages 1 and 2 with Adam or AdamW of pyops: whether gradients and parameters lie in symmetric
+    memory, and one kernel adds the ranks' gradients, steps and stores the parameters into every
+    rank's memory. Backward then sends nothing, several backwards add up locally, and whole
+    gradients keep their memory also at stage 2. Where any rank has no symmetric memory, all ranks
+    step as without it, which rank 0 says once. Without max_grad_norm, a loss scale, offload,
+    codecs, overlap_param_gather, tp_group and pp_group. Unverified on GPU."""
+
     precision: Precision | str | None = field(default=None, metadata=IN_PYTHON)
     """"fp32", "bf16", "fp16" or a pyops.precision.Precision: the model's parameters and buffers are
     cast to it. None: the model stays as it is. Inputs are the caller's."""
@@ -152,7 +160,7 @@ class ZeroConfig:
             )
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {self.reduction!r}; choose 'mean' or 'sum'")
-        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        for name in ("overlap_grad_reduce", "overlap_param_gather", "symmetric_step"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if not isinstance(self.offload, str) or not (
@@ -165,6 +173,10 @@ class ZeroConfig:
 
     def _check_combinations(self) -> None:
         delayed = self.delayed_update
+        if self.symmetric_step and self.stage not in (1, 2):
+            raise ValueError(
+                f"symmetric_step is True, but stage is {self.stage}; it is for stages 1 and 2"
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(
                 "overlap_param_gather is True, but overlap_grad_reduce is False; set both, or "

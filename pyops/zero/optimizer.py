@@ -47,6 +47,7 @@ from pyops.zero.update.one_bit import OneBit
 from pyops.zero.update.pipeline_axis import PipelineAxis
 from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 from pyops.zero.update.step_stats import StatsAxes, StepStats, reduce_step_stats
+from pyops.zero.update.symmetric_update import SymmetricUpdate
 
 __all__ = ["ZeroOptimizer"]
 
@@ -125,6 +126,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     _step_supports_amp_scaling = True
     _life = LifeCycle.BUILDING
+    symmetric: SymmetricUpdate | None = None
     grad_norm: Tensor | None
 
     def __init__(
@@ -220,16 +222,20 @@ class ZeroOptimizer(CheckpointedOptimizer):
             )
         )
         self.flats = layout.flats
+        if config.symmetric_step and comm is not None:
+            self.symmetric = SymmetricUpdate.of(self.flats, comm, reduction=config.reduction)
+        at_once = self.symmetric is not None
         self.gradients = ShardedGradients(
             self.flats,
-            comm,
-            keeps=config.stage < 2,
+            None if at_once else comm,  # the step sums them
+            keeps=config.stage < 2 if self.symmetric is None else self.symmetric.gradients,
             reduction=config.reduction,
             overlap=config.overlap_grad_reduce,
             positions=layout.positions,
             automatic=config.stage < 3,
             codec=self.wire.reduce,
         )
+        self.gradients.synchronizes = not at_once
         self.gathering = UnshardHooks(
             layout.units,
             comm,
@@ -302,8 +308,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
         frozen later. Take `state_dict()` before.
 
         No step is possible afterwards. Call it before the groups are destroyed, or before another
-        optimizer takes parameters of the model. At stage 3 a collective; a second time it does
-        nothing.
+        optimizer takes parameters of the model. At stage 3, and with symmetric_step, a
+        collective; a second time it does nothing.
         """
         if self.closed:
             return
@@ -318,6 +324,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
                     parameter.data = parameter.data.clone()
         for hooks in (self.gradients, self.gathering, self.arriving, self._hook, self.in_place):
             hooks.remove()
+        if self.symmetric is not None:
+            self.symmetric.close()
+            self.symmetric = None
         if self.owned.offloaded is not None:
             self.owned.offloaded.close()
         self.state, self.group, self.communicator = defaultdict(dict), None, None
@@ -418,6 +427,12 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 loss = closure()
         self.in_place.check()
         self.arriving.wait()
+        if self.symmetric is not None and self._measures:
+            raise RuntimeError(
+                "this ZeroOptimizer has symmetric_step=True, whose kernel sums the gradients, so "
+                "that no GradScaler can look at them before; train in bfloat16, or leave "
+                "symmetric_step out"
+            )
         if self.one_bit is not None and self.one_bit.compressed:
             self.one_bit.step(self)
             return loss
@@ -458,7 +473,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
         if stats.set_by_hand:
             raise gradients_set_by_hand(strange)
         if stats.pending:  # backwards within no_sync() that none outside followed, on some rank
-            self.gradients.flush()
+            # Other ranks read this one's gradients from its memory, also without a backward here.
+            self.gradients.flush(absent=self.symmetric is not None)
             self.owned.take_gradients(self.gradients, set())
             stats = self._reduce_stats()
         return stats
@@ -469,6 +485,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
             if skip:
                 return
             self.owned.prepare(self.param_groups)
+            if self.symmetric is not None:
+                self.symmetric.step(self.owned, factor=factor, found_inf=found_inf)
+                return  # every rank has all parameters
             self.owned.step(factor=factor, found_inf=found_inf)
         self._publish()
         if self.delayed is not None and not skip:

@@ -20,6 +20,7 @@ from pyops.zero.optimizer_factory import OptimizerFactory
 from pyops.zero.update.one_bit import phases_over_shards
 from pyops.zero.update.pipeline_axis import check_stages
 from pyops.zero.update.precision_plan import PrecisionPlan, make_precision_plan
+from pyops.zero.update.symmetric_update import check_symmetric_step
 from pyops.zero.update.tensor_parallel_axis import TensorParallelAxis
 
 __all__ = ["ZeroSetup", "agree_on_setup", "validate_on_all_ranks"]
@@ -59,6 +60,7 @@ class ZeroSetup:
         shared = (
             "stage", "bucket_bytes", "reduction", "overlap_grad_reduce", "overlap_param_gather",
             "max_grad_norm", "whole_below", "gather_codec", "reduce_codec", "delayed_update",
+            "symmetric_step",
         )  # fmt: skip
         return {
             "optimizer_class": self.factory.optimizer_class.__name__,
@@ -139,6 +141,19 @@ def _validate(
         model, factory.optimizer_class, tp_group=groups.tp, group=groups.dp
     )
     check_stages(groups.pp, group=groups.dp)
+    if config.symmetric_step:
+        names = ("max_grad_norm", "delayed_update", "reduce_codec", "overlap_param_gather")
+        check_symmetric_step(
+            factory.optimizer_class,
+            precision.arguments,
+            without={
+                "offload": config.offload_target,
+                **{name: getattr(config, name) for name in names},
+                "a loss scale": precision.loss_scale,
+                "tp_group": groups.tp,
+                "pp_group": groups.pp,
+            },
+        )
     return ZeroSetup(
         model,
         config,

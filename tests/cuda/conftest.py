@@ -32,6 +32,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes
                 "-std=c++17",
                 "-O1",
                 "-fPIC",
+                "-fno-gnu-unique",  # each library has the variables of its own kernels
                 "-shared",
                 "-ffp-contract=off",
                 "-Wall",
@@ -42,7 +43,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not library.exists():
                     made = folder / f"{stem}.{os.getpid()}"
-                    command = [compiler, *flags, f"-I{EMULATION}", source, "-o", made]
+                    sources = [source, EMULATION / "runtime.cpp"]
+                    command = [compiler, *flags, f"-I{EMULATION}", *sources, "-o", made]
                     subprocess.run(command, check=True)
                     made.rename(library)
             found[stem] = ctypes.CDLL(str(library))

@@ -40,13 +40,13 @@ struct Table {
 
 // One grid over one table: `misaligned` is how far every row lies beyond a pack boundary.
 template <int N, int UNROLL>
-int64_t visit(const Table& table, int misaligned, int64_t ctas, int threads) {
+int64_t visit(const Table& table, int misaligned, unsigned ctas, int threads) {
   const int rows = static_cast<int>(table.numel.size());
   const int head = head_of(misaligned, N);
   std::vector<std::vector<int>> visits;
   for (int64_t n : table.numel) visits.emplace_back(n);
-  for (int64_t slab = 0; slab < slabs_of(ctas, table.chunks); ++slab)
-    for (int64_t cta = 0; cta < ctas; ++cta) {
+  for (int64_t slab = 0; slab < table.chunks; slab += ctas * SPAN)
+    for (unsigned cta = 0; cta < ctas; ++cta) {
       const Range span = span_of(slab, cta, ctas, table.chunks);
       for (int64_t c = span.begin; c < span.end; ++c) {
         const int row = row_of([&](int r) { return table.first[r]; }, rows, c, SerialVote{});
@@ -78,7 +78,7 @@ int64_t visit(const Table& table, int misaligned, int64_t ctas, int threads) {
 
 int64_t visit_all(const Table& table) {
   int64_t elements = 0;
-  for (int64_t ctas : {1, 2, 3, 7, 64})
+  for (unsigned ctas : {1, 2, 3, 7, 64})
     for (int misaligned = 0; misaligned < 8; ++misaligned) {
       elements += visit<8, 2>(table, misaligned, ctas, 16);
       elements += visit<4, 4>(table, misaligned % 4, ctas, 8);

@@ -345,6 +345,88 @@ def test_one_scale_for_a_whole_tensor(kernels, dtype):
             )
 
 
+def test_the_reciprocal_gives_the_bits_of_the_division(kernels):
+    """Also of quotients as near to the middle between two numbers as there are any: for an odd
+    mantissa b of a scale, a 2^s = (b m + 1) / 2 or (b m - 1) / 2, with m odd."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(400):
+        b = int(torch.randint(1 << 22, 1 << 23, (1,), generator=generator)) * 2 + 1
+        exponent = int(torch.randint(-90, 45, (1,), generator=generator))
+        values = [0.0, -0.0, 1e-44, -1e-38]
+        for s in (23, 24):
+            inverse = pow(b, -1, 1 << (s + 1))
+            for sign in (1, -1):
+                m = sign * -inverse % (1 << (s + 1))  # b m = -sign modulo 2^(s + 1)
+                m += (1 << (s + 1)) if m < 1 << 24 else 0
+                a = (b * m + sign) >> (s + 1)
+                if a < 1 << 24 and m < 1 << 25:
+                    values += [
+                        y * a * 2.0 ** (exponent + shift) for y in (1, -1) for shift in (0, 3, -9)
+                    ]
+        scale = torch.tensor(b * 2.0**exponent)
+        assert float(scale) == b * 2.0**exponent
+        u = torch.cat([torch.tensor(values), torch.randn(64, generator=generator) * scale * 40])
+        got = torch.empty_like(u)
+        exact = kernels.emulated_quotients(
+            pointer(got), pointer(u), ctypes.c_float(float(scale)), ctypes.c_int64(u.numel())
+        )
+        assert exact == (2.0**-60 < float(scale) < 2.0**60)
+        if exact:
+            normal = (u == 0) | (u.abs() > 2.0**-101)
+            assert torch.equal(
+                (got[normal]).view(torch.int32), (u / scale)[normal].view(torch.int32)
+            )
+            assert (got[~normal].abs() < 2.0**-41).all()
+
+
+@pytest.mark.full  # seconds
+def test_every_quotient_near_the_middle_between_two_numbers(kernels):
+    """The proof that the reciprocal gives the bits of the division: see Reciprocal."""
+    cases = ctypes.c_int64()
+    assert kernels.emulated_nearest_quotients(ctypes.byref(cases)) == 0
+    assert cases.value == 17_444_290
+
+
+@pytest.mark.parametrize("stem", ["onebit", "quantize"])
+@pytest.mark.parametrize("largest", [1e-30, 1e-44, 3e38], ids=str)
+def test_scales_beyond_the_reciprocal(kernels, stem, largest):
+    """Blocks whose scale is so small, or so large, that they are divided by it."""
+    module, n, block = (onebit if stem == "onebit" else quantize), 2048, 256
+    name = {"rule": "l1"} if stem == "onebit" else {"format": "e4m3"}
+    x = numbers(n, torch.float32, CPU)
+    x = (x / x.abs().max()) * largest
+    got, expected = (torch.zeros(bytes_of(stem, n, block), dtype=torch.uint8) for _ in range(2))
+    getattr(module, f"{stem}_encode_reference")(expected, x, None, None, block=block, **name)
+    encode(kernels, stem, got, x, None, None, n=n, block=block, rule=0 if stem == "onebit" else 1)
+    same(got, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("stem", ["onebit", "quantize"])
+def test_the_servers_step_over_any_number_of_rows(kernels, stem, count):
+    """Four rows at a time, and what is left; whole groups of lines, and what is left."""
+    module, block = (onebit, 2048) if stem == "onebit" else (quantize, 256)
+    name = {"rule": "rms"} if stem == "onebit" else {"format": "e5m2"}
+    n, rows = 3 * block + 72, []
+    for seed in range(count):
+        rows.append(torch.zeros(bytes_of(stem, n, block), dtype=torch.uint8))
+        getattr(module, f"{stem}_encode_reference")(
+            rows[-1], numbers(n, torch.float32, CPU, seed=seed), None, None, block=block, **name
+        )
+    for errors in (False, True):
+        before = numbers(n, torch.float32, CPU, seed=99) if errors else None
+        got, expected = (torch.zeros_like(rows[0]) for _ in range(2))
+        error, wanted = (None if before is None else before.clone() for _ in range(2))
+        getattr(module, f"{stem}_reencode_reference")(
+            expected, rows, wanted, None, n=n, block=block, scale=0.3, **name
+        )
+        rule = 1 if stem == "onebit" else 2
+        encode(kernels, stem, got, rows, error, None, n=n, block=block, rule=rule, scale=0.3)
+        same(got, expected)
+        if before is not None:
+            same(error, wanted)
+
+
 def test_operands_of_two_devices_are_refused(emulated):
     """With a tensor that says of itself where it is, in the place of torch's."""
     error_of = emulated("codec_devices").error_of

@@ -200,10 +200,10 @@ KNOWN = [
     (FP32, FP32, FP32, None), (FP32, FP32, BF16, None), (FP32, FP32, FP16, None),
     (BF16, BF16, FP32, FP32), (BF16, FP32, FP32, FP32), (BF16, BF16, BF16, None),
     (FP16, FP16, FP32, FP32), (FP16, FP32, FP32, FP32), (FP16, FP16, FP16, None),
+    (FP32, BF16, FP32, None), (BF16, BF16, FP32, None),
 ]  # fmt: skip
 OTHER = [
     (BF16, FP16, FP16, FP16),
-    (FP32, BF16, FP32, None),
     (FP16, BF16, FP32, None),
     (BF16, BF16, BF16, FP32),
 ]
@@ -221,6 +221,31 @@ IN_LINE, TOGETHER, APART = (0,) * 7, (3,) * 7, (3, 1, 0, 2, 5, 4, 1)
 @pytest.mark.parametrize(("p", "g", "m", "master"), KNOWN + OTHER, ids=str)
 def test_adam_of_all_dtypes(kernels, p, g, m, master, shifts):
     check(kernels, Lists(p, g, m, master=master, shifts=shifts))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wanted"), [((FP32, FP32, FP32), 64), ((BF16, BF16, BF16), 32)], ids=str
+)
+def test_rows_out_of_line_have_four_elements_in_flight(kernels, dtypes, wanted):
+    """One at a time, it was a quarter of that: a row's latency for each element of a thread."""
+    lists = Lists(*dtypes, sizes=(5003,), shifts=APART)
+    kernels.emulated_asked()
+    emulate(kernels, lists)
+    assert kernels.emulated_asked() == wanted
+    rows = [place(torch.randn(5003), FP32, shift=shift) for shift in (0, 1)]
+    kernels.emulated_sum(
+        3,
+        pointer(rows[0]),
+        (ctypes.c_void_p * 1)(rows[1].data_ptr()),
+        1,
+        1,
+        ctypes.c_double(1.0),
+        ctypes.c_int64(5003),
+        0,
+        0,
+        -1,
+    )
+    assert kernels.emulated_asked() == 32
 
 
 @pytest.mark.parametrize("copy", [FP32, BF16, FP16], ids=str)

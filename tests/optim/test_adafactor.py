@@ -16,9 +16,7 @@ from tests.optim.layer_oracle import flat_twin, gradients, layers, padding_of
 from tests.optim.pairs import assert_equal, twins
 from tests.tolerance import assert_close_to_reference
 
-pytestmark = (
-    pytest.mark.cpu_only
-)  # Adafactor has no CUDA kernel yet; tests/ops/test_library.py knows the op among those
+pytestmark = pytest.mark.cpu_only  # its CUDA kernels: tests/cuda/test_adafactor.py
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Matrices of one row, of one column, of more than a band, of three dimensions; vectors within and

@@ -51,8 +51,6 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", THERE)
 def test_it_learns_alone(tmp_path, device, name):
-    if name == "adafactor" and device.type != "cpu":
-        pytest.skip("Adafactor has no CUDA kernel yet")
     config = of(tmp_path, device, name)
     train(config)
     first, *_, last = losses(config)

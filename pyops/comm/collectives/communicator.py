@@ -274,6 +274,9 @@ class Communicator:
         tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             result = call(SPINS_ALONE)
+            # An `out` of the caller's: freed with a Work that nobody waits for, its memory would be
+            # given to the caller's stream while it is still being written.
+            result.record_stream(stream)
             return StreamWork(result, stream.record_event())
 
     def _in_thread(self, call: Callable[[int], Tensor], tensor: Tensor) -> Callable[[int], Tensor]:
@@ -331,8 +334,9 @@ class Communicator:
 
         "auto" weighs only algorithms that give the same bits, so a measurement never changes a
         result: on the CPU those that sum in rank order, and others where the order does not matter
-        (two ranks, integers). On CUDA the backend's own is weighed against two_shot where the order
-        does not matter, and taken elsewhere.
+        (two ranks, integers). On CUDA NCCL's own is taken without a measurement, which would wait for
+        the device in the middle of a backward and end a capture; another backend's is weighed
+        against two_shot where the order does not matter, and taken elsewhere.
 
         Args:
             algorithm: A name, or "auto".
@@ -349,7 +353,8 @@ class Communicator:
             return probe.fastest(table, nbytes=flat.numel() * flat.element_size())
         any_order = self.size == 2 or flat.dtype in _ORDER_FREE
         if flat.is_cuda:
-            names = ["native", "two_shot"] if any_order else ["native"]
+            weighed = any_order and self.backend(flat.device) != "nccl"
+            names = ["native", "two_shot"] if weighed else ["native"]
             names = (
                 ["two_shot"] if flat.dtype == torch.int16 else names
             )  # of which NCCL knows no sums

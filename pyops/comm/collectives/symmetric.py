@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,7 +235,7 @@ class SymmetricMemory:
         self._refuse(self.tell(f"{device.type}|{_problem(device, comm.size)}"), of_device=True)
         pads = self.allocate(PAD_WORDS, torch.int64)
         pads.tensor.zero_()
-        self._synchronize()
+        self.synchronize()
         self._refuse(self.tell(""))  # zeros before anybody comes
         failure = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.peers = Peers(pads.ranks, failure, self.rank, self.timeout)
@@ -301,7 +301,7 @@ class SymmetricMemory:
     def close(self) -> None:
         """Let go of all buffers, when this rank's kernels have ended: then no peer reads them any
         more. Not a collective."""
-        self._synchronize()
+        self.synchronize()
         for buffer in self.buffers:
             buffer.freed, buffer.ranks = True, []
         self.buffers.clear()
@@ -433,13 +433,31 @@ class SymmetricMemory:
         scale: float,
         norm: Tensor | None = None,
     ) -> None:
-        """The kernel, after those before it: they share the pads. `most`: elements of the longest
-        part of any rank, from which all ranks take the same number of CTAs."""
+        def kernel(peers: Peers, ctas: int) -> None:
+            symmetric_sum_(whole, outs, rows, peers, ctas=ctas, scale=scale, norm=norm)
+
+        self.launch(kernel, most=most, uses=(self.workspace,))
+
+    def launch(
+        self,
+        kernel: Callable[[Peers, int], None],
+        *,
+        most: int,
+        uses: Sequence[SymmetricBuffer],
+    ) -> None:
+        """kernel(peers, CTAs) after those before it: they share the pads. Collective.
+
+        Args:
+            kernel: Waits for the ranks on the current stream.
+            most: Elements of the longest part of any rank, from which all ranks take the same
+                number of CTAs.
+            uses: The buffers that it reads or writes.
+        """
         self.check()
         self._in_order()
-        ctas = max(1, min(MAX_CTAS, -(-most // PIECE)))
-        symmetric_sum_(whole, outs, rows, self.peers, ctas=ctas, scale=scale, norm=norm)
-        self._use(self.workspace)
+        kernel(self.peers, max(1, min(MAX_CTAS, -(-most // PIECE))))
+        for buffer in uses:
+            self._use(buffer)
 
     # --- streams
     # ----------------------------------------------------------------------------------------------
@@ -455,7 +473,8 @@ class SymmetricMemory:
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._last = buffer.used = torch.cuda.current_stream(self.device).record_event()
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

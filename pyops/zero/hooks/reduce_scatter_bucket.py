@@ -32,10 +32,11 @@ class ReduceScatterBucket:
     rank owns, None likewise.
 
     Args:
-        keeps: Whether the memory of `whole` stays.
+        keeps: Whether the memory of `whole` stays; or the memory of the whole flat buffer's, which
+            stays.
     """
 
-    def __init__(self, flat: FlatParameters, number: int, *, keeps: bool) -> None:
+    def __init__(self, flat: FlatParameters, number: int, *, keeps: bool | Tensor) -> None:
         self.flat, self.number = flat, number
         bucket = flat.partition.buckets[number]
         self.members, self._start, self.numel = (
@@ -46,7 +47,11 @@ class ReduceScatterBucket:
         chunk = flat.partition.chunk(number, flat.rank)
         self._own = slice(chunk.start - bucket.start, chunk.stop - bucket.start)
         self._padding = flat.partition.padding(number)
-        self._memory = self._allocate() if keeps else None
+        self._memory: Tensor | None = None
+        if isinstance(keeps, Tensor):
+            self._memory = self._cleared(keeps[bucket.start : bucket.stop])
+        elif keeps:
+            self._memory = self._allocate()
         self.whole: Tensor | None = None
         self.chunk: Tensor | None = None
         self._before: Tensor | None = None
@@ -67,7 +72,11 @@ class ReduceScatterBucket:
         return self._memory is not None
 
     def _allocate(self) -> Tensor:
-        whole = torch.empty(self.numel, dtype=self.flat.dtype, device=self.flat.device)
+        return self._cleared(
+            torch.empty(self.numel, dtype=self.flat.dtype, device=self.flat.device)
+        )
+
+    def _cleared(self, whole: Tensor) -> Tensor:
         for gap in self._padding:
             whole[gap].zero_()
         return whole

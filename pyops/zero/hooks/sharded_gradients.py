@@ -53,7 +53,8 @@ class ShardedGradients:
     Args:
         flats: The flat parameters; each knows its buckets.
         communicator: None where one rank runs alone.
-        keeps: Whether the memory of whole gradients stays, as at stage 1.
+        keeps: Whether the memory of whole gradients stays, as at stage 1; or that memory, of each
+            flat buffer.
         reduction: "mean" or "sum".
         overlap: Whether buckets are reduced while backward goes on; otherwise backward waits for
             each of them.
@@ -69,7 +70,7 @@ class ShardedGradients:
         flats: Sequence[FlatParameters],
         communicator: Communicator | None,
         *,
-        keeps: bool,
+        keeps: bool | Sequence[torch.Tensor],
         reduction: str,
         overlap: bool,
         positions: Sequence[Sequence[int]],
@@ -84,7 +85,10 @@ class ShardedGradients:
                 expected.append((max(positions[f][i] for i in bucket.members), f, number))
         order = [(f, number) for _, f, number in sorted(expected)]
         self.buckets = [
-            ReduceScatterBucket(self.flats[f], number, keeps=keeps) for f, number in order
+            ReduceScatterBucket(
+                self.flats[f], number, keeps=keeps if isinstance(keeps, bool) else keeps[f]
+            )
+            for f, number in order
         ]
         index_of = {key: index for index, key in enumerate(order)}
         self.of_flat = [
@@ -193,9 +197,13 @@ class ShardedGradients:
         started.clear()
         self._complete.clear()
 
-    def flush(self) -> None:
-        """Reduce what backwards within no_sync() left whole, where none outside came after them."""
-        if self.pending and not self._hooks.active:
+    def flush(self, *, absent: bool = False) -> None:
+        """Reduce what backwards within no_sync() left whole, where none outside came after them.
+
+        Args:
+            absent: Whether to do so, with zeros, also where no backward has left anything.
+        """
+        if (self.pending or absent) and not self._hooks.active:
             self._hooks.reduce_now()
 
     def start(self, bucket: int) -> None:

@@ -62,6 +62,18 @@ class FlatParameters:
             for index, parameter in enumerate(self.parameters):
                 adopt(parameter, self.data[layout.slice_at(index)].view(layout.shapes[index]))
 
+    @torch.no_grad()
+    def move(self, data: Tensor) -> None:
+        """Put everything into other memory: the parameters become views of it.
+
+        Args:
+            data: As many elements of the same dtype, on the same device.
+        """
+        data.copy_(self.data)
+        self.data, layout = data, self.layout
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = data[layout.slice_at(index)].view(layout.shapes[index])
+
     @property
     def layout(self) -> FlatLayout:
         return self.partition.layout

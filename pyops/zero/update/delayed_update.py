@@ -66,6 +66,9 @@ class DelayedUpdate:
                 each.gradient = each.gradient.clone()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            if factor is not None and factor.is_cuda:
+                # The caller's stream's, and let go of by the thread while this one may yet read it.
+                factor.record_stream(self._stream)
         self._work = self._worker.submit(lambda: self._step(factor))
 
     def _step(self, factor: Tensor | None) -> Tensor:

@@ -60,12 +60,49 @@ void emulated_onebit_encode(unsigned grid, const Encode* e, int64_t head) {
   const Codec codec = codec_of(*e);
   const auto run = [&](const auto& source) {
     emulation::launch(grid, CODEC_THREADS, [&] {
-      if (e->block <= HELD_LINES * LINE) onebit_encode_kernel<HELD_LINES>(codec, source);
-      else onebit_encode_kernel<0>(codec, source);
+      if constexpr (std::decay_t<decltype(source)>::WHOLE) {
+        if (e->block <= HELD_LINES * LINE) return onebit_encode_kernel<HELD_LINES>(codec, source);
+      }
+      onebit_encode_kernel<0>(codec, source);
     });
   };
   if (!e->x) return run(RowSum<SignBits>{payloads(e->rows, static_cast<int>(e->count), head, nullptr, e->scale)});
   with_dtype(static_cast<int>(e->dtype), [&](auto code) { run(Numbers<decltype(code)::value>{e->x}); });
+}
+
+// out[i] = numbers[i] / scale as the eight-bit codecs divide; false where they don't do so by the reciprocal.
+int emulated_quotients(float* out, const float* numbers, float scale, int64_t n) {
+  const Reciprocal reciprocal(scale);
+  for (int64_t i = 0; i < n; ++i) out[i] = reciprocal.times(numbers[i]);
+  return reciprocal.exact;
+}
+
+// How many quotients of numbers with mantissas of 24 bits are wrong, of all that lie k / (2 b) last places from the middle between
+// two numbers, for all b and k = 1, 2, 3; `cases` is how many there are. a 2^s = (b m + k) / 2 with m odd.
+int64_t emulated_nearest_quotients(int64_t* cases) {
+  int64_t wrong = 0;
+  *cases = 0;
+  for (uint64_t b = 1u << 23; b < 1u << 24; ++b) {
+    const int even = b % 2 ? 0 : b % 4 ? 1 : 2;
+    if (even > 1) continue;  // no m for so small a k
+    const uint64_t odd = b >> even;
+    uint64_t inverse = odd;
+    for (int i = 0; i < 5; ++i) inverse *= 2 - odd * inverse;  // modulo 2^64
+    const Reciprocal reciprocal(static_cast<float>(b));
+    for (const int s : {24, 25})
+      for (const int64_t k : {1, -1, 2, -2, 3, -3}) {
+        if ((k % 2 == 0) != (even == 1)) continue;
+        const uint64_t modulus = uint64_t{1} << (s - even);
+        for (uint64_t m = static_cast<uint64_t>(-(k >> even)) * inverse & (modulus - 1); m < 1u << 25; m += modulus) {
+          const uint64_t a = (b * m + static_cast<uint64_t>(k)) >> s;
+          if (m < 1u << 24 || m % 2 == 0 || a >= 1u << 24 || a < 1u << 23) continue;
+          const float of = static_cast<float>(a);
+          wrong += reciprocal.times(of) != of / static_cast<float>(b);
+          ++*cases;
+        }
+      }
+  }
+  return wrong;
 }
 
 void emulated_onebit_scaled(unsigned grid, const Encode* e, const float* scale) {

@@ -1,6 +1,7 @@
 // The CUDA kernels as functions of the host, for tests/cuda/test_kernels.py: no GPU and no nvcc needed.
 #include <cuda_runtime.h>
 
+#include "../../../csrc/cuda/adafactor_kernel.cuh"
 #include "../../../csrc/cuda/grad_norm_kernel.cuh"
 #include "../../../csrc/cuda/layer_kernel.cuh"
 #include "../../../csrc/cuda/random_kernel.cuh"
@@ -104,6 +105,43 @@ void emulated_layers(unsigned grid, int kind, int64_t* table, int rows, const vo
     else second(StepArguments<PlainSgd>{}, a, zero_grads);
   }
 }
+
+// shapes: matrices, rows and columns of each tensor; of a vector 0, 0 and its length. options: the first numbers of
+// AdafactorOptions in their order; flags: 2 maximize, 4 zero_grads, 8 stochastic rounding
+void emulated_adafactor(unsigned grid, int64_t* table, int rows, const int64_t* shapes, const float* const* row_vars,
+                        const float* const* col_vars, const float* const* variances, const double* leasts, const void* lr,
+                        int lr_is_double, const float* grad_factor, const float* found_inf, const double* o, int flags,
+                        uint64_t seed) {
+  AdafactorPlan plan;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t* const shape = shapes + 3 * r;
+    if (shape[0]) plan.add(shape[0], shape[1], shape[2], row_vars[r], col_vars[r], nullptr, leasts[r]);
+    else if (shape[2]) plan.add(1, 1, shape[2], nullptr, nullptr, variances[r], leasts[r]);
+    else plan.add(0, 1, 1, nullptr, nullptr, nullptr, leasts[r]);
+  }
+  std::vector<double> workspace(static_cast<size_t>(plan.workspace()), NAN);
+  AdafactorArguments a{};
+  a.table = table;
+  a.rows = rows;
+  a.lr = lr;
+  a.lr_is_double = lr_is_double;
+  a.grad_factor = grad_factor;
+  a.found_inf = found_inf;
+  a.options = {o[0], o[1], o[2], o[3], o[4], o[5], (flags & 2) != 0};
+  a.zero_grads = flags & 4;
+  a.seed = seed;
+  a.factors = plan.rows.data();
+  a.use(workspace.data(), plan);
+  emulation::launch(grid, THREADS, [&] { adafactor_sums_kernel(a); });
+  emulation::launch(grid, THREADS, [&] { adafactor_means_kernel(a); });
+  emulation::launch(grid, THREADS, [&] { adafactor_divisors_kernel(a); });
+  emulation::launch(grid, THREADS, [&] { adafactor_squares_kernel(a); });
+  emulation::launch(grid, THREADS, [&] { adafactor_scales_kernel(a); });
+  emulation::launch(grid, THREADS, [&] { flags & 8 ? adafactor_apply_kernel<true>(a) : adafactor_apply_kernel<false>(a); });
+}
+
+// The most bytes that any thread asked for before it stored or waited, since this was last called.
+int64_t emulated_asked() { return emulation::most_asked(); }
 
 void emulated_norm(unsigned grid, const int64_t* table, int rows, double* out) {
   static NormWorkspace workspace;

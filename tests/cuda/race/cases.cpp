@@ -18,6 +18,9 @@ void emulated_step(unsigned, int, int64_t*, int, const void*, int, const float*,
                    const double*, int, uint64_t);
 void emulated_layers(unsigned, int, int64_t*, int, const void*, int, const float*, const float*,
                      const double*, int, uint64_t, double*, double*);
+void emulated_adafactor(unsigned, int64_t*, int, const int64_t*, const float* const*,
+                        const float* const*, const float* const*, const double*, const void*, int,
+                        const float*, const float*, const double*, int, uint64_t);
 void emulated_norm(unsigned, const int64_t*, int, double*);
 void emulated_norm_of_list(unsigned, const void* const*, const int64_t*, int, int, double*);
 void emulated_sum(unsigned, void*, const void* const*, int, int, double, int64_t, int, int, int);
@@ -118,6 +121,29 @@ void run_table(const std::string& what, int shift, int64_t packed) {
         }
         emulated_layers(GRID, 0, table.data(), rows, &lr, 1, &factor, &inf, lamb, 4, 3,
                         partial.data(), norms.data());
+    }
+    if (what == "adafactor") {
+        // Of the sizes: a vector, 7 x 11, 3 matrices of 1 x 1367, 9 x 1000, none, a vector.
+        const std::vector<int64_t> shapes = {0, 0, 1, 1, 7, 11, 3, 1, 1367, 1, 9, 1000,
+                                             0, 0, 0, 0, 0, 5};
+        std::vector<Exact<float>> moments;
+        std::vector<const float*> row_vars, col_vars, variances;
+        for (int r = 0; r < rows; ++r) {
+            const int64_t* const s = &shapes[3 * r];
+            for (int64_t n : {s[0] * s[1], s[0] * s[2], s[0] ? 0 : s[2]}) {
+                moments.emplace_back(n, 0);
+                for (int64_t i = 0; i < n; ++i) moments.back().data[i] = 0.01f;
+            }
+            row_vars.push_back(moments[3 * r].data);
+            col_vars.push_back(moments[3 * r + 1].data);
+            variances.push_back(moments[3 * r + 2].data);
+        }
+        const std::vector<double> leasts(SIZES.size(), 1e-7);
+        const double options[] = {0.01, -0.8, -1.0, 1e-3, 1.0, 0.1};
+        for (int flags : {4, 8})
+            emulated_adafactor(GRID, table.data(), rows, shapes.data(), row_vars.data(),
+                               col_vars.data(), variances.data(), leasts.data(), &lr, 1, &factor,
+                               nullptr, options, flags, 3);
     }
     if (what == "norm") {
         double out[2];

@@ -3,8 +3,8 @@ UndefinedBehaviorSanitizer, and a look at whether each barrier and each fence wo
 
 python -m tests.cuda.race.check [tsan] [mutants] [asan]      all three when none is named
 
-tsan      each CUDA thread a fiber with a vector clock of its own (runtime.cpp): 0 reports but those
-          of EXPLAINED
+tsan      each CUDA thread a fiber with a vector clock of its own (emulation/runtime.cpp): 0
+          reports but those of EXPLAINED
 mutants   the same with one barrier or fence that orders nothing, for each that stands in the
           kernels: it must be reported, or be one of REDUNDANT
 asan      tensors of exactly their size, at aligned and odd addresses; and undefined behaviour
@@ -30,7 +30,7 @@ KERNELS = ROOT / "csrc" / "cuda"
 EMULATION = HERE.parent / "emulation"
 
 # From cheap to dear: a mutant is tried on one after the other until it is reported.
-FAMILIES = ("norm", "sum", "random", "layers", "codecs", "step")
+FAMILIES = ("norm", "sum", "random", "adafactor", "layers", "codecs", "step")
 FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wno-unknown-pragmas")
 EXPLAINED = {"raise_flag": "several warps write the same value"}
 # Barriers that order nothing that any kernel relies on today, by the text of their line.
@@ -44,15 +44,17 @@ REDUNDANT = {
 }
 
 
-def build(folder: Path, sanitizers: str, includes: list[Path], sources: list[Path]) -> Path:
+def build(folder: Path, sanitizers: str, sources: list[Path]) -> Path:
     """The program of the cases, with the kernels compiled under these sanitizers."""
     program, objects = folder / f"cases-{sanitizers.split(',')[0]}", []
 
     def compiled(source: Path) -> Path:
         out = folder / f"{source.stem}-{sanitizers.split(',')[0]}.o"
-        instrumented = [] if source.stem == "runtime" else [f"-fsanitize={sanitizers}"]
+        instrumented = [f"-fsanitize={sanitizers}"]
+        if source.stem == "runtime":
+            instrumented = ["-DPYOPS_TSAN"] if sanitizers == "thread" else []
         command = [os.environ.get("CXX", "g++"), *FLAGS, *instrumented]
-        command += [f"-I{include}" for include in includes] + ["-c", str(source), "-o", str(out)]
+        command += [f"-I{EMULATION}", "-c", str(source), "-o", str(out)]
         subprocess.run(command, check=True)
         return out
 
@@ -151,12 +153,12 @@ def check_addresses(program: Path) -> list[str]:
 def main(chosen: list[str]) -> int:
     chosen = chosen or ["tsan", "mutants", "asan"]
     wrong = []
-    kernels = [EMULATION / "kernels.cpp", EMULATION / "codecs.cpp", HERE / "cases.cpp"]
+    sources = [EMULATION / f"{stem}.cpp" for stem in ("kernels", "codecs", "runtime")]
+    sources.append(HERE / "cases.cpp")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"tsan", "mutants"} & set(chosen):
-            sources = [*kernels, HERE / "runtime.cpp"]
-            program = build(folder, "thread", [HERE, EMULATION], sources)
+            program = build(folder, "thread", sources)
             found, met = check_races(program, folder)
             wrong += found
             if unmet := sorted(set(sites()).difference(*met.values())):
@@ -164,7 +166,7 @@ def main(chosen: list[str]) -> int:
             if "mutants" in chosen:
                 wrong += check_mutants(program, folder, met)
         if "asan" in chosen:
-            wrong += check_addresses(build(folder, "address,undefined", [EMULATION], kernels))
+            wrong += check_addresses(build(folder, "address,undefined", sources))
     print("\n".join(wrong) or "nothing found but what is explained")
     return 1 if wrong else 0
 

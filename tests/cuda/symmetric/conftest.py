@@ -15,7 +15,8 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 # Not unique in the process: tests/cuda/emulation has variables of the same names.
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off"]
 FLAGS += ["-Wall", "-Wno-unknown-pragmas"]
-INCLUDES = [f"-I{EMULATION}", f"-I{EMULATION.parents[1] / 'emulation'}"]
+RUNTIME = EMULATION.parents[1] / "emulation"
+INCLUDES = [f"-I{RUNTIME}", "-DPYOPS_AT_ONCE"]
 
 
 def compile_with(*arguments: object) -> None:
@@ -34,7 +35,7 @@ def symmetric(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     with open(folder / "symmetric.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            sources = [EMULATION / name for name in ("symmetric.cpp", "runtime.cpp")]
+            sources = [EMULATION / "symmetric.cpp", RUNTIME / "runtime.cpp"]
             made = folder / f"symmetric.{os.getpid()}"
             compile_with("-Werror", "-shared", *sources, "-o", made, "-lpthread")
             made.rename(library)

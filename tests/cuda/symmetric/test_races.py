@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.symmetric.conftest import EMULATION, compile_with
+from tests.cuda.symmetric.conftest import EMULATION, RUNTIME, compile_with
 from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
@@ -56,7 +56,7 @@ WITHOUT = {
 def report(folder: Path, *which: str) -> str:
     """What ThreadSanitizer says of the tree in `folder`; skips where it can't run."""
     runtime, race, program = folder / "runtime.o", folder / "race.o", folder / "race"
-    compile_with("-g", "-DPYOPS_TSAN", "-c", EMULATION / "runtime.cpp", "-o", runtime)
+    compile_with("-g", "-DPYOPS_TSAN", "-c", RUNTIME / "runtime.cpp", "-o", runtime)
     source = EMULATION / "race.cpp"
     compile_with("-g", "-fsanitize=thread", f"-I{folder}", "-c", source, "-o", race)
     compile_with("-fsanitize=thread", race, runtime, "-o", program, "-lpthread")

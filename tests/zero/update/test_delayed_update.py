@@ -3,8 +3,10 @@ that still learns."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 import pyops.optim
 from pyops import checkpoint
 from pyops.zero import ZeroOptimizer
+from pyops.zero.update.delayed_update import DelayedUpdate
 from tests.grids import full
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
@@ -220,3 +223,19 @@ def test_it_learns_about_as_well(world):
 def test_refuses(options: dict[str, Any], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
         zero_optimizer(Net(mixed=False), pyops.optim.AdamW, **{"stage": 1, "lr": 1e-3, **options})
+
+
+def test_the_factor_is_kept_for_the_stream_of_the_update(monkeypatch: pytest.MonkeyPatch):
+    """It is memory of the caller's stream, and the thread lets go of it while the other stream may
+    still read it. Stand-ins for CUDA."""
+    told: list[Any] = []
+    factor: Any = SimpleNamespace(is_cuda=True, record_stream=told.append)
+    stream = SimpleNamespace(device="cuda:0", wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    owned: Any = SimpleNamespace(flats=[], all_pieces=list, step=lambda factor: None)
+    update = DelayedUpdate(owned, after=0)
+    update._stream = stream
+    update.start(factor, reused=[])
+    update.wait()
+    assert told == [stream]

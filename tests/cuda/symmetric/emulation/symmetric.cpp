@@ -76,8 +76,32 @@ void emulated_symmetric(unsigned grid, int size, int times, const void* const* r
   for (std::thread& rank : ranks) rank.join();
 }
 
-// Adam over the tables of all ranks at once. shifts: [size, size] bytes from a rank's gradients, then parameters, to those of each.
-// options: the numbers of AdamOptions; flags: 1 decoupled, 2 maximize, 4 the sum is not rounded.
+// Adam over the table of one rank. shifts: [size] bytes from its gradients, then parameters, to those of each. options: the numbers
+// of AdamOptions; flags: 1 decoupled, 2 maximize, 4 the sum is not rounded.
+void emulated_symmetric_step_rank(unsigned grid, int r, int size, int64_t* table, int rows, void* const* pads,
+                                  const int64_t* grad_shifts, const int64_t* param_shifts, double scale, const double* o, int flags,
+                                  const float* grad_factor, const float* found_inf, uint32_t* failure, int64_t timeout) {
+  SymmetricStep<Adam> a{};
+  a.step.table = table;
+  a.step.rows = rows;
+  a.step.grad_factor = grad_factor;
+  a.step.found_inf = found_inf;
+  a.step.options = {o[0], o[1], o[2], o[3], o[4], (flags & 1) != 0, (flags & 2) != 0};
+  a.peers.rank = r;
+  a.peers.size = size;
+  a.peers.timeout = timeout;
+  a.peers.failure = failure;
+  for (int p = 0; p < size; ++p) {
+    a.peers.pad[p] = static_cast<Pad*>(pads[p]);
+    a.grads[p] = grad_shifts[p];
+    a.params[p] = param_shifts[p];
+  }
+  a.scale = static_cast<float>(scale);
+  a.in_fp32 = flags & 4;
+  emulation::launch(grid, THREADS, [&] { symmetric_step_kernel<Adam>(a); });
+}
+
+// All ranks at once; shifts: [size, size].
 void emulated_symmetric_step(unsigned grid, int size, int64_t* const* tables, const int* rows, void* const* pads,
                              const int64_t* grad_shifts, const int64_t* param_shifts, double scale, const double* o, int flags,
                              const float* grad_factor, const float* found_inf, uint32_t* failures, int64_t timeout,
@@ -86,24 +110,8 @@ void emulated_symmetric_step(unsigned grid, int size, int64_t* const* tables, co
   for (int r = 0; r < size; ++r) {
     if (absent >> r & 1) continue;
     ranks.emplace_back([=] {
-      SymmetricStep<Adam> a{};
-      a.step.table = tables[r];
-      a.step.rows = rows[r];
-      a.step.grad_factor = grad_factor;
-      a.step.found_inf = found_inf;
-      a.step.options = {o[0], o[1], o[2], o[3], o[4], (flags & 1) != 0, (flags & 2) != 0};
-      a.peers.rank = r;
-      a.peers.size = size;
-      a.peers.timeout = timeout;
-      a.peers.failure = failures + r;
-      for (int p = 0; p < size; ++p) {
-        a.peers.pad[p] = static_cast<Pad*>(pads[p]);
-        a.grads[p] = grad_shifts[r * size + p];
-        a.params[p] = param_shifts[r * size + p];
-      }
-      a.scale = static_cast<float>(scale);
-      a.in_fp32 = flags & 4;
-      emulation::launch(grid, THREADS, [&] { symmetric_step_kernel<Adam>(a); });
+      emulated_symmetric_step_rank(grid, r, size, tables[r], rows[r], pads, grad_shifts + r * size, param_shifts + r * size, scale,
+                                   o, flags, grad_factor, found_inf, failures + r, timeout);
     });
   }
   for (std::thread& rank : ranks) rank.join();
