@@ -98,7 +98,7 @@ def parallelize(
         check_initialized("parallelize")
         if not isinstance(plan, ParallelPlan):
             raise TypeError(f"plan is {plan!r}; give pyops.parallel.ParallelPlan(tp=2)")
-        plan.validate(layered=isinstance(model, LayeredModel))
+        plan.validate()
         check_optimizer(optimizer)
         check_mesh(mesh, plan)
         axes = plan.axes(dist.get_world_size() if dist.is_initialized() else 1)

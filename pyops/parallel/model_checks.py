@@ -131,8 +131,6 @@ def check_model(
             "sequence_parallel is True, but tp is 1: there are no ranks to share the tokens; set "
             "tp to 2 or more, or sequence_parallel to False"
         )
-    if plan.sequence_parallel:
-        _check_sequence_parallel(model)
 
 
 def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
@@ -155,17 +153,6 @@ def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
             f"LayeredModel: {len(layered.names)} names and {len(layered.costs)} costs, but {name} "
             f"has {len(layered.module.layers())} layers; give one of each for every layer"
         )
-
-
-def _check_sequence_parallel(model: nn.Module) -> None:
-    """ValueError for dropout between the layers, whose tensors are rows of a rank's tokens."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ValueError(
-                f"sequence_parallel is True, but {name} drops with p {module.p} from tokens of "
-                "which a rank has a part; set the dropout of the model's config to 0, or "
-                "sequence_parallel to False"
-            )
 
 
 def _is_fsdp(model: nn.Module) -> bool:
