@@ -8,7 +8,9 @@ Private names that need no wrapper, `torch._foreach_*` for one, are listed there
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,7 @@ __all__ = [
     "call_instead",
     "default_store",
     "disable_dynamo",
+    "forward_pre_hooks",
     "graph_task_id",
     "group_store",
     "group_timeout",
@@ -49,6 +52,7 @@ __all__ = [
     "symmetric_rendezvous",
     "tensor_hooks",
     "unscale_and_check_finite",
+    "with_functions",
     "without_torch_function",
 ]
 
@@ -110,6 +114,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """What was given to `register_forward_pre_hook`, in the order of the calls."""
+    return list(module._forward_pre_hooks.values())
+
+
 def call_instead(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """From now on `module(...)` is `call(...)`. Returns what it was before: the module's forward
     with its hooks, compiled where `module.compile()` was called. `Module.compile` takes the same
@@ -117,6 +126,31 @@ def call_instead(module: nn.Module, call: Callable[..., Any]) -> Callable[..., A
     before: Callable[..., Any] = module._compiled_call_impl or module._call_impl  # type: ignore[assignment]
     module._compiled_call_impl = call  # type: ignore[assignment]
     return before
+
+
+def with_functions(function: F, **others: Callable[..., Any]) -> F:
+    """A copy of a function of torch's, written in Python, that calls these instead of the functions
+    of its file that have their names.
+
+    Args:
+        function: Such as torch.nn.functional.multi_head_attention_forward.
+        others: By name.
+
+    Raises:
+        AttributeError: It calls no function of such a name.
+    """
+    found: Any = inspect.unwrap(function)
+    if missing := sorted(set(others) - set(found.__code__.co_names)):
+        raise AttributeError(f"{found.__qualname__} of this torch calls no {', '.join(missing)}")
+    copied = FunctionType(
+        found.__code__,
+        {**found.__globals__, **others},
+        found.__name__,
+        found.__defaults__,
+        found.__closure__,
+    )
+    copied.__kwdefaults__ = found.__kwdefaults__
+    return copied  # type: ignore[return-value]
 
 
 # Subclasses of tensors, and memory.

@@ -113,6 +113,32 @@ def test_hooks_are_seen():
     assert torch_private.has_hooks(layer)
 
 
+def test_forward_pre_hooks_are_those_that_were_registered():
+    layer = nn.Linear(1, 1)
+    layer.register_forward_pre_hook(print)
+    assert torch_private.forward_pre_hooks(layer) == [print]
+
+
+def test_a_function_calls_others_in_the_place_of_those_of_its_file():
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+    x, called = torch.ones(1, 3, 4), []
+
+    def drops(weights: torch.Tensor, p: float) -> torch.Tensor:
+        called.append(p)
+        return weights
+
+    arguments = (
+        *(x.transpose(0, 1),) * 3, 4, 2, attention.in_proj_weight, attention.in_proj_bias, None,
+        None, False, 0.5, attention.out_proj.weight, attention.out_proj.bias,
+    )  # fmt: skip
+    function = nn.functional.multi_head_attention_forward
+    found, _ = torch_private.with_functions(function, dropout=drops)(*arguments)
+    assert called == [0.5]
+    torch.testing.assert_close(found.transpose(0, 1), attention.eval()(x, x, x)[0])
+    with pytest.raises(AttributeError, match="calls no drops_out"):
+        torch_private.with_functions(function, drops_out=drops)
+
+
 def test_storages():
     x, y = torch.ones(4), torch.ones(4)
     before = torch_private.storage_use_count(x)

@@ -48,9 +48,6 @@ def check_folder(config: RunSections) -> None:
     if parallel.tp == 1:
         why = "shares tokens among the ranks of parallel.tp, which is 1"
         rules.append(("parallel.sequence_parallel", parallel.sequence_parallel, False, why))
-    if parallel.pp > 1:
-        why = f"has parallel.pp {parallel.pp}, whose stages have no count of the tokens"
-        rules.append(("parallel.sequence_parallel", parallel.sequence_parallel, False, why))
     for key, value, taken, why in rules:
         if value != taken:
             raise ConfigError(

@@ -60,7 +60,7 @@ def parallelize(
     model: nn.Module | LayeredModel | Path | str,
     plan: ParallelPlan = ONE_PROCESS,
     *,
-    optimizer: Callable[..., torch.optim.Optimizer],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
     mesh: Mesh | None = None,
     loss: Any = None,
     seed: int = 0,
@@ -76,7 +76,8 @@ def parallelize(
         plan: How it is shared out; by default every rank has all of it.
         optimizer: Makes the optimizer of a list of parameters, such as
             `lambda params: pyops.optim.AdamW(params, lr=1e-4)`, or its class; or `OptimizerGroups`
-            where parameters differ in their options.
+            where parameters differ in their options. None: the trainer evaluates and generates,
+            and no parameter requires a gradient; there is no memory for gradients and states.
         mesh: The ranks; None: made by the plan.
         loss: Two functions, (what the model returns, batch) -> the sum over the rows, and batch ->
             by how many terms it is divided; or a `pyops.parallel.losses.CountedLoss`. None: the
@@ -97,12 +98,13 @@ def parallelize(
         check_initialized("parallelize")
         if not isinstance(plan, ParallelPlan):
             raise TypeError(f"plan is {plan!r}; give pyops.parallel.ParallelPlan(tp=2)")
-        plan.validate(layered=isinstance(model, LayeredModel))
+        plan.validate()
         check_optimizer(optimizer)
         check_mesh(mesh, plan)
         axes = plan.axes(dist.get_world_size() if dist.is_initialized() else 1)
         source = ModelSource.of(model)
-        check_model(source.model, plan, layered=source.layered)
+        trains = optimizer is not None
+        check_model(source.model, plan, layered=source.layered, trains=trains)
         counted = loss_of(source.model, loss)
         lists = []
         if plan.pp > 1 and source.layered is None:
@@ -114,16 +116,17 @@ def parallelize(
             "seed": str(seed),
             "device": device.type,
             "loss": "None" if loss is None else _kind_of(counted),
+            "optimizer": "given" if trains else "None",
             "the model": described(source.model),
         },
         who="parallelize",
     )
     mesh = mesh or Mesh(axes, device_type=device.type)
-    stages = _plan_stages(source, plan, lists, example_inputs, device)
+    stages = _plan_stages(source, plan, lists, example_inputs, device, trains=trains)
     before = Snapshot(source.model)
     head = None
     try:
-        _change_layers(source, plan, mesh, example_inputs)
+        _change_layers(source, plan, mesh, example_inputs, trains=trains)
         accepted, name = accepted_names(source.model), head_name(source.model)
         staged = None
         if stages is not None:
@@ -170,14 +173,16 @@ def _kind_of(loss: CountedLoss) -> str:
 
 
 def _change_layers(
-    source: ModelSource, plan: ParallelPlan, mesh: Mesh, example_inputs: Any
+    source: ModelSource, plan: ParallelPlan, mesh: Mesh, example_inputs: Any, *, trains: bool
 ) -> None:
     """Steps 2 to 5."""
     model = source.model
+    if not trains:
+        model.requires_grad_(False)
     if source.layered is None:
         _cut_layers(model, plan, mesh, example_inputs)
     with ranks_agree():
-        if source.layered is None:
+        if source.layered is None and trains:  # nothing drops in an evaluation
             key_dropout(model, group=mesh.group("tp") or ALONE)
         if plan.recompute:
             _recompute(model, plan)
@@ -207,6 +212,8 @@ def _plan_stages(
     lists: list[str],
     example_inputs: Any,
     device: torch.device,
+    *,
+    trains: bool,
 ) -> StagePlan | None:
     """Where the stages begin. How a model of anybody's calls its blocks is found on the first
     rank."""
@@ -219,7 +226,8 @@ def _plan_stages(
     layout = on_first_rank(lambda: find_layout(model, lists, example_inputs))
     with ranks_agree():
         boundaries = stage_boundaries(model, layout, plan.num_stages, options.boundaries)
-        check_trained(model, layout, boundaries)
+        if trains:
+            check_trained(model, layout, boundaries)
     shapes = meta_copy(model)
     if (precision := _precision_of(model, plan)) is not None:  # as ZeroOptimizer casts the model
         shapes.to(PRECISIONS[precision].dtype)
@@ -255,7 +263,7 @@ def _make_optimizer(
     model: nn.Module,
     plan: ParallelPlan,
     mesh: Mesh,
-    optimizer: Callable[..., torch.optim.Optimizer],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
     source: ModelSource,
     device: torch.device,
 ) -> ZeroOptimizer:

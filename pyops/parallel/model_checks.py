@@ -22,7 +22,7 @@ WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what can't make the optimizer of some parameters.
+    """Refuse what can't make the optimizer of some parameters; None stands for no training.
 
     Raises:
         TypeError: It is an optimizer that is made already, or can't be called.
@@ -33,10 +33,10 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer is a {name} that is made already, of parameters that are about to be "
             f"shared out; give what makes it: lambda params: {name}(params, lr=1e-4)"
         )
-    if not callable(optimizer):
+    if optimizer is not None and not callable(optimizer):
         raise TypeError(
             f"optimizer is {optimizer!r}; give what makes it of a list of parameters: "
-            "lambda params: pyops.optim.AdamW(params, lr=1e-4)"
+            "lambda params: pyops.optim.AdamW(params, lr=1e-4); or None to evaluate and generate"
         )
 
 
@@ -79,7 +79,11 @@ def described(model: nn.Module) -> str:
 
 
 def check_model(
-    model: nn.Module, plan: ParallelPlan, *, layered: LayeredModel | None = None
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    layered: LayeredModel | None = None,
+    trains: bool = True,
 ) -> None:
     """Refuse a model that can't be shared out.
 
@@ -87,6 +91,7 @@ def check_model(
         model: As given, or as made from a folder.
         plan: How it is to be shared out.
         layered: What it says of its layers, where it was written for several ranks.
+        trains: Whether it is to be trained.
 
     Raises:
         ValueError: It is wrapped, shared out already, on a device, or has nothing to train.
@@ -114,10 +119,10 @@ def check_model(
             f"the model is on {', '.join(sorted(devices))} already, whole; give it on the CPU or a "
             "folder, and parallelize(device=...)"
         )
-    if not any(p.requires_grad for p in model.parameters()):
+    if trains and not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"no parameter of {name} requires a gradient: there is nothing to train; unfreeze some "
-            "(requires_grad_(True))"
+            "(requires_grad_(True)), or give optimizer=None to evaluate and generate"
         )
     if layered is not None:
         return
@@ -126,8 +131,6 @@ def check_model(
             "sequence_parallel is True, but tp is 1: there are no ranks to share the tokens; set "
             "tp to 2 or more, or sequence_parallel to False"
         )
-    if plan.sequence_parallel:
-        _check_sequence_parallel(model)
 
 
 def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
@@ -150,17 +153,6 @@ def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
             f"LayeredModel: {len(layered.names)} names and {len(layered.costs)} costs, but {name} "
             f"has {len(layered.module.layers())} layers; give one of each for every layer"
         )
-
-
-def _check_sequence_parallel(model: nn.Module) -> None:
-    """ValueError for dropout between the layers, whose tensors are rows of a rank's tokens."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ValueError(
-                f"sequence_parallel is True, but {name} drops with p {module.p} from tokens of "
-                "which a rank has a part; set the dropout of the model's config to 0, or "
-                "sequence_parallel to False"
-            )
 
 
 def _is_fsdp(model: nn.Module) -> bool:

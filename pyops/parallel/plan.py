@@ -90,8 +90,7 @@ class ParallelPlan:
 
     sequence_parallel: bool = False
     """Whether each of the `tp` ranks keeps only its part of the tokens between the layers
-    (Korthikanti et al., arXiv:2205.05198). Not with pp > 1, nor with dropout between the layers,
-    unless the model is a `LayeredModel`, which is made so."""
+    (Korthikanti et al., arXiv:2205.05198)."""
 
     tensor_parallel: Mapping[str, str] | None = None
     """{pattern of module names: kind} as `pyops.tensor_parallel.parallelize` takes it. None: the
@@ -169,11 +168,8 @@ class ParallelPlan:
         )
         return found.with_recompute(options.recompute)
 
-    def validate(self, *, layered: bool = False) -> None:
+    def validate(self) -> None:
         """Check every field, and what goes together. Local: no rank is asked.
-
-        Args:
-            layered: Whether the plan is for a `LayeredModel`, whose stages know the tokens' shape.
 
         Raises:
             ValueError, TypeError: Naming field, value and fix.
@@ -202,10 +198,10 @@ class ParallelPlan:
                 f"ParallelPlan: precision is {self.precision!r}; choose one of "
                 f"{', '.join(PRECISIONS)}"
             )
-        self._check_pipeline(layered=layered)
+        self._check_pipeline()
         self._check_zero()
 
-    def _check_pipeline(self, *, layered: bool) -> None:
+    def _check_pipeline(self) -> None:
         options = self.pipeline
         _check_count("PipelineOptions: num_microbatches", options.num_microbatches, 0)
         _check_count("PipelineOptions: stages_per_rank", options.stages_per_rank, 1)
@@ -226,11 +222,6 @@ class ParallelPlan:
             raise ValueError(
                 f"ParallelPlan: pp is 1, but pipeline has {given[0]}="
                 f"{getattr(options, given[0])!r}; set pp to 2 or more, or leave pipeline out"
-            )
-        if self.pp > 1 and self.sequence_parallel and not layered:
-            raise ValueError(
-                f"ParallelPlan: sequence_parallel is True with pp {self.pp}: a stage that does not "
-                "begin with the first block has no count of the tokens; set one of them back"
             )
         if self.pp > 1 and self.num_microbatches > 1:
             raise ValueError(

@@ -162,6 +162,12 @@ class Trainer:
             ValueError: On every rank and before anything is changed, for a batch that some rank
                 can't use.
         """
+        if not self.optimizer.trains:
+            raise ValueError(
+                "step: this trainer was made with optimizer=None, to evaluate and generate; give "
+                "parallelize an optimizer, such as lambda params: pyops.optim.AdamW(params, "
+                "lr=1e-4)"
+            )
         share, batch = self._shared(batch, vote=vote)
         self.vote = share.vote
         if not share.count > 0:
@@ -428,13 +434,15 @@ class Trainer:
             "groups": [
                 {key: value for key, value in group.items() if _is_plain(value)}
                 for group in self.optimizer.param_groups
+                if self.optimizer.trains
             ],
             "more": more,
         }
 
     def load(self, folder: Path | str) -> dict[str, Any]:
         """Go on from a checkpoint, of any plan: parameters, optimizer states, learning rates, step.
-        A collective.
+        A trainer that was made with optimizer=None takes the parameters alone, and of what such a
+        trainer saved any takes these. A collective.
 
         Args:
             folder: The checkpoint.
@@ -463,15 +471,19 @@ class Trainer:
         """
         optimizer = self.optimizer
         optimizer.load_model_state_dict(state["model"])
-        groups = optimizer.state_dict()["param_groups"]
-        for own, saved in zip(groups, state["groups"], strict=True):
-            own.update(saved)
-        optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        if optimizer.trains and state["groups"]:
+            self._load_states(state)
         if state["loss_scale"] is not None and optimizer.loss_scale is not None:
             optimizer.loss_scale.load_state_dict(state["loss_scale"])
         self.num_steps, self.skipped = state["num_steps"], state["skipped"]
         more: dict[str, Any] = state["more"]
         return more
+
+    def _load_states(self, state: Mapping[str, Any]) -> None:
+        groups = self.optimizer.state_dict()["param_groups"]
+        for own, saved in zip(groups, state["groups"], strict=True):
+            own.update(saved)
+        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write the model as a Hugging Face folder, which `from_pretrained` of transformers reads.

@@ -109,7 +109,9 @@ def param_groups_of(
     who = WHO
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
-    groups = _listed([p for p in named.values() if p.requires_grad] if params is None else params)
+    if params is None:
+        params = [p for p in named.values() if p.requires_grad and factory.trains]
+    groups = _listed(params)
     seen: set[int] = set()
     for number, group in enumerate(groups):
         for parameter in group["params"]:
@@ -128,12 +130,17 @@ def param_groups_of(
         group["params"] = [p for p in group["params"] if p.requires_grad]
     check_free(
         named.items()
-        if config.stage == 3
+        if config.stage == 3 or not factory.trains
         else [(names[id(p)], p) for g in groups for p in g["params"]],
         who=who,
     )
-    if not any(group["params"] for group in groups):
-        raise ValueError(f"{who}: no parameter requires a gradient, so there is nothing to step")
+    if any(group["params"] for group in groups) != factory.trains:
+        raise ValueError(
+            f"{who}: no parameter requires a gradient, so there is nothing to step; give None as "
+            "optimizer for a model that is not trained"
+            if factory.trains
+            else f"{who}: optimizer is None, but params names some to train; leave one of them out"
+        )
     for name, tensor in [*named.items(), *model.named_buffers()]:
         if id(tensor) in seen and (
             tensor.layout != torch.strided or not tensor.is_floating_point()

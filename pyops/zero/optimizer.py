@@ -103,6 +103,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
             (pyops/zero/update/one_bit.py). Or a function that makes it of params, such as
             `functools.partial(AdamW, lr=3e-4)` or a lambda. Fused optimizers keep float32 master
             weights of 16-bit parameters unless a class or a partial is given master_weights=False.
+            None: nothing is trained, and neither gradients nor states have memory; the parameters
+            are shared out for forwards alone, and step() raises.
         zero: What is spread over the ranks, and how: see `ZeroConfig`.
         params: As for any optimizer: parameters of the model, or groups with options. None: all
             that require gradients.
@@ -114,6 +116,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         optimizer_arguments: Of the inner optimizer: lr=3e-4, say.
 
     Attributes:
+        trains: Whether there is an optimizer; False where `optimizer` is None.
         grad_norm: Of the last step, before clipping, with max_grad_norm.
         loss_scale: The LossScale of a precision that is scaled; else None.
         config: The ZeroConfig, as given.
@@ -132,7 +135,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: MakesOptimizer,
+        optimizer: MakesOptimizer | None,
         zero: ZeroConfig = STAGE_2,
         *,
         params: Iterable[Any] | None = None,
@@ -157,7 +160,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.stages = PipelineAxis.of(self.model, pp_group=groups.pp)
         self.tensor_parallel = setup.tensor_parallel
         self._placements = {} if self.tensor_parallel is None else self.tensor_parallel.placements
-        self._names, self.wire = setup.names, quantized_comm
+        self._names, self.wire, self.trains = setup.names, quantized_comm, setup.factory.trains
         self.numbers, self.grad_norm = setup.precision, None
         self.loss_scale = self.numbers.loss_scale
         self.numbers.cast(self.model)
@@ -195,7 +198,13 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.arriving = OverlappedAllGather(
             self.model, self.flats, late=self.config.overlap_param_gather
         )
-        self.in_place = ParameterOwnership(self.model, self.flats, self.gathering, self.gradients)
+        self.in_place = ParameterOwnership(
+            self.model,
+            self.flats,
+            self.gathering,
+            self.gradients,
+            others=() if self.trains else self.model.parameters(),
+        )
         self._hook = self.model.register_forward_pre_hook(ModuleHook(self.in_place.before_forward))
 
     def _lay_out(self, param_groups: Sequence[ParamGroup]) -> None:
@@ -248,6 +257,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.shown = PublishedGradients(
             self.gradients,
             shared,
+            device=shards.device if not self.flats else self.flats[0].device,
             partial_because=f"with {names[0]} it is summed in step()" if names else None,
             other_axes=[axis.communicator for axis in axes.values() if axis is not None],
         )
@@ -392,6 +402,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         Raises:
             ValueError: With tp_group, and for gradients that are compressed to 1 bit.
         """
+        self._check_trains()
         if self.tensor_parallel is not None or (
             self.one_bit is not None and self.one_bit.compressed
         ):
@@ -419,8 +430,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         Raises:
             DisagreementError: On every rank, for ranks with different options.
         """
-        if self.closed:
-            raise RuntimeError("this ZeroOptimizer is closed; make a new one of the model")
+        self._check_trains()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -463,6 +473,15 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.numbers.stepped(self, skipped=skip)
         self.gradients.clear()
         return loss
+
+    def _check_trains(self) -> None:
+        if self.closed:
+            raise RuntimeError("this ZeroOptimizer is closed; make a new one of the model")
+        if not self.trains:
+            raise RuntimeError(
+                "this ZeroOptimizer was made with optimizer=None, of a model that is not trained; "
+                "make one with an optimizer, such as pyops.optim.AdamW"
+            )
 
     def _settle(self) -> StepStats:
         """All gradients reduced, and this rank's parts of them given to its pieces."""

@@ -12,9 +12,20 @@ from torch import nn
 
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 
-__all__ = ["MakesOptimizer", "OptimizerFactory"]
+__all__ = ["MakesOptimizer", "NoOptimizer", "OptimizerFactory"]
 
 MakesOptimizer: TypeAlias = type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer of a model that is not trained: no parameter, no state, no option.
+
+    Args:
+        params: Groups without parameters.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
 
 
 @dataclass(frozen=True)
@@ -36,12 +47,14 @@ class OptimizerFactory:
 
         Args:
             optimizer: a class, `functools.partial` of one, or a function of params (and
-                `arguments`) that gives an optimizer.
+                `arguments`) that gives an optimizer; None for a model that is not trained.
             arguments: keyword arguments; they go before those of a partial.
 
         Raises:
             TypeError: `optimizer` is none of these.
         """
+        if optimizer is None:
+            return cls(NoOptimizer, dict(arguments))
         expected = (
             "pass the class itself, such as pyops.optim.AdamW, or a function that makes an "
             "optimizer of params, such as functools.partial(AdamW, lr=1e-3)"
@@ -59,6 +72,11 @@ class OptimizerFactory:
                 f"{type(trial).__name__}; {expected}"
             )
         return cls(type(trial), dict(arguments), optimizer)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is stepped."""
+        return not issubclass(self.optimizer_class, NoOptimizer)
 
     def make(self, params: Any, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
         """The optimizer of `params`, which may be groups. What `arguments` adds to those of a

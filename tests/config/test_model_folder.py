@@ -99,10 +99,6 @@ def test_a_batch_is_cut_as_train_says(tmp_path):
         ("[parallel]\nadapt = true", r"parallel.adapt is true, but .*; set it to false"),
         ('[train]\nalgorithm = "ring"', r'train.algorithm is "ring", but .*; set it to "auto"'),
         ("[parallel]\nsequence_parallel = true", r"sequence_parallel is true, but .* which is 1; "),
-        (
-            "[parallel]\ntp = 2\npp = 2\nsequence_parallel = true",
-            r"sequence_parallel is true, but .* has parallel.pp 2, .*; set it to false",
-        ),
     ],
 )
 def test_what_does_not_go_with_a_folder_is_refused(tmp_path, text, said):

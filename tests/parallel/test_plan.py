@@ -42,10 +42,6 @@ REFUSED = {
         ("max_grad_norm", "ParallelPlan"),
     ),
     "reduction": (ParallelPlan(zero=ZeroConfig(reduction="sum")), ("reduction", "sum")),
-    "sequences and stages": (
-        ParallelPlan(tp=2, pp=2, sequence_parallel=True),
-        ("sequence_parallel", "pp 2"),
-    ),
     "norm": (ParallelPlan(max_grad_norm=0.0), ("max_grad_norm", "0.0")),
 }
 
@@ -95,17 +91,6 @@ def test_parallelize_refuses_what_is_no_model_plan_or_optimizer():
         with pytest.raises((ValueError, TypeError)) as caught:
             parallelize(**arguments)
         assert all(word in str(caught.value) for word in words), caught.value
-
-
-def of_dropout(rank: int, group: object) -> str:
-    plan = ParallelPlan(tp=2, sequence_parallel=True)
-    with pytest.raises(ValueError, match="sequence_parallel") as caught:
-        parallelize(make_model("gpt2", resid_pdrop=0.1), plan, optimizer=torch.optim.AdamW)
-    return str(caught.value)
-
-
-def test_dropout_between_layers_is_refused_under_sequence_parallelism(world):
-    assert all("p 0.1" in said for said in world(2).run(of_dropout))
 
 
 def refused_late(rank: int, group: object, arguments: dict[str, Any]) -> tuple[str, bool]:

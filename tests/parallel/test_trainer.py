@@ -46,6 +46,26 @@ PLANS = {
     "pp 2, zb1p": (2, ParallelPlan(pp=2, pipeline=PipelineOptions("zb1p"))),
     "tp 2 x pp 2": (4, ParallelPlan(tp=2, pp=2)),
     "tp 2, sequence parallel": (2, ParallelPlan(tp=2, sequence_parallel=True)),
+    "tp 2 x pp 2, sequence parallel": (4, ParallelPlan(tp=2, pp=2, sequence_parallel=True)),
+    "tp 2 x pp 2, sequence parallel, recompute": (
+        4,
+        ParallelPlan(
+            tp=2,
+            pp=2,
+            sequence_parallel=True,
+            recompute=("transformer.h.*",),
+            pipeline=PipelineOptions("zb1p", num_microbatches=3),
+        ),
+    ),
+    "tp 2 x pp 2, sequence parallel, interleaved": (
+        4,
+        ParallelPlan(
+            tp=2,
+            pp=2,
+            sequence_parallel=True,
+            pipeline=PipelineOptions("interleaved", stages_per_rank=2),
+        ),
+    ),
     "dp 2, recompute": (2, ParallelPlan(recompute=("model.layers.*",), num_microbatches=2)),
     "pp 2, recompute": (2, ParallelPlan(pp=2, recompute=("model.layers.*",))),
     "pp 2 x dp 2, zero 2": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=2))),
@@ -138,6 +158,8 @@ IN_SUITE = [
     ("vit", "tp 2"),
     ("t5", "pp 2 x dp 2, zero 3"),
     ("gpt2", "pp 2 x dp 2, zero 3, gathered once"),
+    ("gpt2", "tp 2 x pp 2, sequence parallel"),
+    ("t5", "tp 2 x pp 2, sequence parallel, interleaved"),
 ]
 CASES = cut(
     [
@@ -154,6 +176,13 @@ CASES = cut(
         ("bert", "pp 2 x dp 2, zero 1"),
         ("qwen3", "pp 2, recompute"),
         ("vit", "tp 2"),
+        *[
+            (name, plan)
+            for name in ("gpt2", "bert", "t5", "vit")
+            for plan in ("tp 2, sequence parallel", "tp 2 x pp 2, sequence parallel")
+        ],
+        ("gpt2", "tp 2 x pp 2, sequence parallel, recompute"),
+        ("t5", "tp 2 x pp 2, sequence parallel, interleaved"),
     ],
     keep=IN_SUITE,
 )

@@ -10,11 +10,11 @@ layout of ranks.
       functional.dropout                     which these calls draw; its own code runs on, with
       scaled_dot_product_attention(          whichever attention it has
         dropout_p=...)
+    torch.nn.MultiheadAttention              the same
+    DropPath of transformers, and the like   becomes a KeyedDropPath: whole rows fall
 
 In eval mode all is torch's own. The first dimension of every tensor that is dropped from is that of
-the rows, or of the rows' tokens.
-What draws in another way (layers that are left out at random, flash attention's own kernels, an
-uncut torch.nn.MultiheadAttention) is left alone.
+the rows, or of the rows' tokens. What draws in another way is refused: see unkeyed_layers.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.mesh import ALONE
-from pyops.parallel.dropout.keyed_stream import ColumnsOpen, KeyedDropout, KeyedForward, KeyedStream
+from pyops.parallel.dropout.keyed_stream import (
+    ColumnsOpen,
+    KeyedDropout,
+    KeyedDropPath,
+    KeyedForward,
+    KeyedStream,
+)
+from pyops.parallel.dropout.unkeyed_layers import check_keyed, largest_probability
 from pyops.random import key_of
 from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RanksLike, RowParallelLinear
+from pyops.tensor_parallel.convert.multihead import MultiheadAttention
+from pyops.tensor_parallel.convert.region_hooks import SplitTokens, Tokens
 
 __all__ = ["KeyedDropout", "key_dropout", "set_keyed_dropout"]
 
@@ -49,10 +58,11 @@ def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
         The number of modules that draw by counters now.
 
     Raises:
-        ValueError: The layers are cut over another number of ranks, or the model recomputes by
-            transformers' gradient checkpointing, which would draw other masks the second time.
-            The model is as it was.
+        ValueError: The layers are cut over another number of ranks, the model recomputes by
+            transformers' gradient checkpointing, which would draw other masks the second time, or
+            it has layers that draw in a way that can't be keyed. The model is as it was.
     """
+    check_keyed(model, _calls_functions)
     cut = _layers_cut_by_rows(model, Ranks.of(group))
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
@@ -61,27 +71,28 @@ def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
                 "checkpointing, which would draw other masks the second time; call "
                 "model.gradient_checkpointing_disable() and name the modules in recompute"
             )
-    columns_open = ColumnsOpen()
+    columns_open, shared_out = ColumnsOpen(), _lists_shared_out(model)
     if cut:
         _watch_columns(model, columns_open)
-    keyed: dict[int, KeyedDropout] = {}
+    keyed: dict[int, KeyedDropout | KeyedDropPath] = {}
     streams: list[KeyedStream] = []
     for name, module in list(model.named_modules()):
         for child_name, child in list(module._modules.items()):
-            # A subclass with a forward of its own means something else.
-            if not isinstance(child, nn.Dropout) or type(child).forward is not nn.Dropout.forward:
-                continue
-            if not child.p > 0.0:
+            p, drops_rows = _probability(child)
+            if not p > 0.0:
                 continue
             if id(child) not in keyed:
                 rows, seen = _nearest(name, cut), columns_open
                 if name.endswith(".lora_dropout"):
                     rows, seen = _of_adapter(name, cut)
-                new = KeyedDropout(child.p, rows=rows, columns_open=seen)
+                kind = KeyedDropPath if drops_rows else KeyedDropout
+                new = kind(p, rows=rows, columns_open=seen, tokens=_tokens_of(name, shared_out))
                 keyed[id(child)] = new.train(child.training)
             module._modules[child_name] = keyed[id(child)]
         if _calls_functions(module) and _may_drop(module):
-            stream = KeyedStream(_nearest(name, cut), columns_open)
+            own_heads = isinstance(module, MultiheadAttention)
+            seen = _always_open() if own_heads else columns_open
+            stream = KeyedStream(_nearest(name, cut), seen, _tokens_of(name, shared_out))
             module.keyed_dropout = stream.train(module.training)
             module.forward = KeyedForward(module, stream)
             streams.append(stream)
@@ -148,6 +159,20 @@ def _layers_cut_by_rows(model: nn.Module, ranks: Ranks) -> dict[str, Placement]:
     return found
 
 
+def _lists_shared_out(model: nn.Module) -> dict[str, Tokens]:
+    """{prefix of the names in a list of blocks: the tokens that its ranks share}, under sequence
+    parallelism."""
+    found = {}
+    for name, module in model.named_modules():
+        if (split := SplitTokens.of(module)) is not None:
+            found[f"{name.rpartition('.')[0]}."] = split.tokens
+    return found
+
+
+def _tokens_of(name: str, shared_out: dict[str, Tokens]) -> Tokens | None:
+    return next((each for prefix, each in shared_out.items() if name.startswith(prefix)), None)
+
+
 class _Begin:
     """Before a forward of the whole model: its streams are told how many rows it has."""
 
@@ -198,9 +223,24 @@ def _of_adapter(name: str, cut: dict[str, Placement]) -> tuple[Placement | None,
     """The same of the dropout within an adapter of PEFT, which comes after the layer that it is
     beside, and drops from what that layer was given: a rank's columns where it is cut by rows."""
     layer = name.removesuffix(".lora_dropout")
+    return cut.get(f"{layer}.base_layer"), _always_open()
+
+
+def _always_open() -> ColumnsOpen:
     always = ColumnsOpen()
     always.value = True
-    return cut.get(f"{layer}.base_layer"), always
+    return always
+
+
+def _probability(child: Any) -> tuple[float, bool]:
+    """(with which probability a module drops, whether whole rows); 0 where it is neither a
+    torch.nn.Dropout nor a DropPath."""
+    # A subclass with a forward of its own means something else.
+    if isinstance(child, nn.Dropout) and type(child).forward is nn.Dropout.forward:
+        return child.p, False
+    if type(child).__name__.endswith("DropPath") and getattr(child, "scale_by_keep", True):
+        return getattr(child, "drop_prob", None) or 0.0, True
+    return 0.0, False
 
 
 def _calls_functions(module: nn.Module) -> bool:
@@ -210,6 +250,8 @@ def _calls_functions(module: nn.Module) -> bool:
         module.__dict__.get("forward"), KeyedForward
     ):
         return False
+    if isinstance(module, nn.MultiheadAttention):
+        return True
     for base in type(module).__mro__:
         # What transformers' base classes name is no forward's.
         if base is nn.Module or base.__name__ == "PreTrainedModel":
@@ -252,11 +294,7 @@ def _may_drop(module: nn.Module) -> bool:
     holders = [vars(module), vars(module).get("_modules", {})]
     if hasattr(module, "config") and hasattr(module.config, "__dict__"):
         holders.append(vars(module.config))
-    found = [
-        getattr(value, "p", value)
-        for holder in holders
-        for name, value in holder.items()
-        if "drop" in name
-    ]
-    numbers = [p for p in found if isinstance(p, int | float) and not isinstance(p, bool)]
-    return not numbers or max(numbers) > 0.0
+    found = largest_probability(
+        value for holder in holders for name, value in holder.items() if "drop" in name
+    )
+    return found is None or found > 0.0

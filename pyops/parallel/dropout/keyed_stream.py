@@ -4,6 +4,8 @@ global batch, whatever part of it a rank has.
     rows                0 1 | 2 3 | 4 5 | 6 7      a micro-batch has those from first_row on
     heads, or columns   h0 h1 | h2 h3              a rank of tensor parallelism has some of each row
 
+    tokens of all rows  0 ... n-1 | n ... 2n-1     under sequence parallelism, a rank has n of them
+
     counter of an element = its index in the tensor [all rows, all heads, ...]
 
 The masks are those of `pyops.random.dropout_mask` under the same key.
@@ -21,8 +23,17 @@ from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
 from pyops.ops.layers.dropout import dropout, dropout_state
+from pyops.tensor_parallel.convert.region_hooks import Tokens
+from pyops.torch_private import with_functions
 
-__all__ = ["ColumnsOpen", "KeyedDropout", "KeyedForward", "KeyedFunctions", "KeyedStream"]
+__all__ = [
+    "ColumnsOpen",
+    "KeyedDropPath",
+    "KeyedDropout",
+    "KeyedForward",
+    "KeyedFunctions",
+    "KeyedStream",
+]
 
 
 class ColumnsOpen:
@@ -65,6 +76,8 @@ class KeyedStream(nn.Module):
         rows: Of the weight of the layer, cut by rows, that the module's heads or columns go to.
             None: every rank has all of them.
         columns_open: Of the model; needed with `rows`.
+        tokens: Of the blocks that the module is in, under sequence parallelism, whose tensors of
+            two dims are rows of them: [a rank's rows, D], or [all rows and padding, columns].
 
     Attributes:
         state: None before it is set. Each call puts another in its place, with the next key: a
@@ -75,10 +88,13 @@ class KeyedStream(nn.Module):
     state: StreamState | None
 
     def __init__(
-        self, rows: Placement | None = None, columns_open: ColumnsOpen | None = None
+        self,
+        rows: Placement | None = None,
+        columns_open: ColumnsOpen | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         super().__init__()
-        self.rows, self.columns_open = rows, columns_open
+        self.rows, self.columns_open, self.tokens = rows, columns_open, tokens
         # No buffer: those are broadcast by some wrappers, and other ranks have other rows.
         self.state = None
 
@@ -132,9 +148,14 @@ class KeyedStream(nn.Module):
         dim, start, whole = part or RankPart(1, 0, 0)
         row = math.prod(x.shape[dim:])
         stride = row if part is None else row // max(x.shape[dim], 1) * whole
-        row_of_batch = _per_row(x, math.prod(x.shape[:dim]) * stride, self.state.num_rows)
+        if self.tokens is not None and x.dim() == 2:
+            row_of_batch = math.prod(self.tokens.shape[1:]) * stride
+            start_of_rows = self.tokens.first_of(len(x)) * stride
+        else:
+            row_of_batch = _per_row(x, math.prod(x.shape[:dim]) * stride, self.state.num_rows)
+            start_of_rows = 0
         key, first_row = self.state.place.to(x.device)
-        first = first_row * row_of_batch + start * math.prod(x.shape[dim + 1 :])
+        first = first_row * row_of_batch + start_of_rows + start * math.prod(x.shape[dim + 1 :])
         self.state = StreamState(torch.stack((key + 1, first_row)), self.state.num_rows)
         return dropout(
             x, p=p, state=torch.stack((key, first)), row=max(row, 1), row_stride=max(stride, 1)
@@ -170,7 +191,7 @@ class KeyedDropout(KeyedStream):
 
     Args:
         p: Probability with which an element is dropped.
-        rows, columns_open: See `KeyedStream`.
+        rows, columns_open, tokens: See `KeyedStream`.
     """
 
     def __init__(
@@ -179,8 +200,9 @@ class KeyedDropout(KeyedStream):
         *,
         rows: Placement | None = None,
         columns_open: ColumnsOpen | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
-        super().__init__(rows, columns_open)
+        super().__init__(rows, columns_open, tokens)
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,6 +215,32 @@ class KeyedDropout(KeyedStream):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+class KeyedDropPath(KeyedDropout):
+    """forward(x) -> x, of which whole rows of the batch fall, in the place of a DropPath (Huang et
+    al., Stochastic Depth, arXiv:1603.09382).
+
+    Args:
+        p: Probability with which a row is dropped.
+        rows, columns_open, tokens: See `KeyedStream`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rows that are kept times 1 / (1 - p), and zeros, in train mode; x itself in eval
+        mode.
+
+        Args:
+            x: [rows, ...], or rows of tokens [n, D] under sequence parallelism.
+        """
+        if not self.training or not self.p > 0.0:
+            return x
+        if self.tokens is None or x.dim() > 2:
+            return x * self.drop(x.new_ones(x.shape[0], *[1] * (x.dim() - 1)), self.p)
+        rows, length = self.tokens.shape[0], math.prod(self.tokens.shape[1:])
+        kept = self.drop(x.new_ones(rows, 1, 1), self.p).view(rows)
+        token = self.tokens.first_of(len(x)) + torch.arange(len(x), device=x.device)
+        return x * kept[(token // length).clamp(max=rows - 1)][:, None]
 
 
 class DropoutCall(NamedTuple):
@@ -223,7 +271,8 @@ class AttentionCall(NamedTuple):
 
 class KeyedFunctions(TorchFunctionMode):
     """Within, torch.nn.functional.dropout and the dropout of scaled_dot_product_attention draw from
-    a stream. All other calls, and these two with a probability of 0, are torch's own.
+    a stream, also where multi_head_attention_forward calls them. All other calls, and these two
+    with a probability of 0, are torch's own.
 
     Args:
         stream: Where they draw from.
@@ -238,14 +287,26 @@ class KeyedFunctions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is functional.dropout:
-            call = DropoutCall(*args, **kwargs)
-            if call.training and call.p > 0.0:
-                return self.stream.drop(call.input, call.p)
-        elif func is functional.scaled_dot_product_attention:
-            attention = AttentionCall(*args, **kwargs)
-            if attention.dropout_p > 0.0:
-                return _attention(self.stream, attention)
+            return self._dropout(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:  # which calls the two within
+            func = with_functions(
+                func, dropout=self._dropout, scaled_dot_product_attention=self._attention
+            )
         return func(*args, **kwargs)
+
+    def _dropout(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = DropoutCall(*args, **kwargs)
+        if call.training and call.p > 0.0:
+            return self.stream.drop(call.input, call.p)
+        return functional.dropout(*args, **kwargs)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = AttentionCall(*args, **kwargs)
+        if call.dropout_p > 0.0:
+            return _attention(self.stream, call)
+        return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
 class KeyedForward:

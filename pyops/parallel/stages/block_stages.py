@@ -21,6 +21,7 @@ from pyops.parallel.stages.pipeline_layers import (
     given_boundaries,
 )
 from pyops.pipeline import Schedule, balance
+from pyops.tensor_parallel.convert.region_hooks import SplitTokens
 
 __all__ = ["BlockStagePlan", "check_trained", "stage_boundaries"]
 
@@ -102,6 +103,7 @@ class BlockStagePlan(StagePlan):
 
     def cut(self, model: nn.Module, *, rank: int, named_arguments: frozenset[str]) -> BlockStages:
         """See `StagePlan.cut`."""
+        shares_tokens = any(SplitTokens.of(module) for module in model.modules())
         stages = cut_into_stages(
             model,
             self.layout,
@@ -111,7 +113,7 @@ class BlockStagePlan(StagePlan):
             device=self.device,
             named_arguments=named_arguments,
         )
-        return BlockStages(stages, self)
+        return BlockStages(stages, self, equal_parts=shares_tokens)
 
 
 class BlockStages(PipelineLayers):
@@ -120,9 +122,14 @@ class BlockStages(PipelineLayers):
     Args:
         stages: All of them; those of other ranks have no modules.
         plan: Where they were cut.
+        equal_parts: Whether all micro-batches must have equally many rows: a block that is computed
+            again in backward goes by the tokens' shape of the last forward.
     """
 
-    def __init__(self, stages: Sequence[ModelStage], plan: BlockStagePlan) -> None:
+    def __init__(
+        self, stages: Sequence[ModelStage], plan: BlockStagePlan, *, equal_parts: bool
+    ) -> None:
+        self.equal_parts = equal_parts
         self._stages = list(stages)
         self.layers = list(stages)
         self.first_layers = tuple(range(len(stages) + 1))

@@ -24,6 +24,7 @@ from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.stages.model_layout import ModelLayout
 from pyops.parallel.stages.placeholder import Placeholder
 from pyops.parallel.stages.stage_range import BlockGate, StageExit, StageRange
+from pyops.tensor_parallel.convert.region_hooks import SplitTokens
 
 __all__ = ["CachePerStage", "ModelStage", "StageBounds", "cut_into_stages", "stage_bounds"]
 
@@ -158,10 +159,11 @@ def cut_into_stages(
         for name, module in modules.items()
         if hasattr(module, "set_dropout_state") and not f"{name}.".startswith(blocks)
     }
+    splits = {name: SplitTokens.of(modules[name]) for name, _ in layout.blocks()}
     replace_foreign(model, own_names, shapes, device, blocks=[name for name, _ in layout.blocks()])
     stage_range = StageRange()
     for index, (name, record) in enumerate(layout.blocks()):
-        BlockGate(model.get_submodule(name), index, record, stage_range)
+        BlockGate(model.get_submodule(name), index, record, stage_range, splits[name])
     return [
         ModelStage(
             model,

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.parallel.stages.block_record import BlockRecord
+from pyops.tensor_parallel.convert.region_hooks import SplitTokens
 from pyops.torch_private import call_instead
 
 __all__ = ["BlockGate", "StageExit", "StageRange"]
@@ -102,17 +103,26 @@ class BlockGate:
         index: Its number among the model's blocks.
         record: How it is called.
         stage_range: Of the model.
+        split: What shares out the tokens before it, under sequence parallelism.
     """
 
     def __init__(
-        self, block: nn.Module, index: int, record: BlockRecord, stage_range: StageRange
+        self,
+        block: nn.Module,
+        index: int,
+        record: BlockRecord,
+        stage_range: StageRange,
+        split: SplitTokens | None = None,
     ) -> None:
         self.index, self.record, self.stage_range = index, record, stage_range
+        self._block, self._split = block, split
         self._call: Callable[..., Any] = call_instead(block, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stage = self.stage_range
         if self.index < stage.begin:
+            if self._split is not None:  # by whose count later blocks put tokens together
+                self._split.note(self._block, args, kwargs)
             return self.record.passed(args, kwargs)
         args, kwargs = stage.arguments(self.index, self.record, args, kwargs)
         if self.index == stage.end:

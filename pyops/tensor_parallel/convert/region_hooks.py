@@ -11,6 +11,7 @@ for all the columns within. With it, it gathers the tokens, and its backward sca
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from pyops.tensor_parallel.convert.head_counts import HeadCounts
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.functional.regions import copy, gather_tokens, scatter_tokens
+from pyops.torch_private import forward_pre_hooks
 
 __all__ = ["Enter", "JoinTokens", "SplitTokens", "Tokens"]
 
@@ -39,6 +41,28 @@ class Tokens:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
+    @property
+    def count(self) -> int:
+        """How many there are, without padding."""
+        return math.prod(self.shape)
+
+    def first_of(self, rows: int) -> int:
+        """The number of the token that is the first of so many rows: of this rank's, or of all.
+
+        Args:
+            rows: As many as a rank has, or all ranks with padding.
+
+        Raises:
+            ValueError: They are neither.
+        """
+        own = self.ranks.rows_per_rank(self.count)
+        if rows not in (own, own * self.ranks.size):
+            raise ValueError(
+                f"{rows} rows are neither the {own} that a rank has of {self.count} tokens nor "
+                f"the {own * self.ranks.size} of all {self.ranks.size} ranks"
+            )
+        return self.ranks.start(self.count) if rows == own else 0
+
 
 class SplitTokens:
     """Before the first block: [B, T, D], the same on every rank -> this rank's rows [n, D]."""
@@ -46,9 +70,30 @@ class SplitTokens:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @classmethod
+    def of(cls, block: nn.Module) -> SplitTokens | None:
+        """The one before this block; None where there is none."""
+        return next((hook for hook in forward_pre_hooks(block) if isinstance(hook, cls)), None)
+
+    def note(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int | str, Tensor]:
+        """Remember the tokens' shape: where a pipeline passes the block over, too.
+
+        Args:
+            module: The block.
+            args: Of its call.
+            kwargs: The same.
+
+        Returns:
+            Where the hidden states are among the arguments, and what they are.
+        """
         where, x = _first(module, args, kwargs)
         self.tokens.shape = tuple(x.shape[:-1])
+        return where, x
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where, x = self.note(module, args, kwargs)
         return _replaced(
             args, kwargs, where, scatter_tokens(x.flatten(0, -2), group=self.tokens.ranks)
         )
@@ -146,10 +191,7 @@ def _dim_of_heads(value: Tensor, H: int) -> int | None:
 
 
 def _whole(rows: Tensor, tokens: Tokens, *, duplicated: bool) -> Tensor:
-    count = 1
-    for size in tokens.shape:
-        count *= size
-    whole = gather_tokens(rows, tokens=count, duplicated=duplicated, group=tokens.ranks)
+    whole = gather_tokens(rows, tokens=tokens.count, duplicated=duplicated, group=tokens.ranks)
     return whole.view(*tokens.shape, -1)
 
 

@@ -96,7 +96,7 @@ class FolderModel:
         self,
         plan: ParallelPlan,
         *,
-        optimizer: Callable[..., torch.optim.Optimizer],
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
         mesh: Mesh | None = None,
         seed: int = 0,
         device: torch.device,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from pyops.comm.agreement import ranks_agree
 from pyops.config import ConfigError, TrainConfig
 from pyops.data import DataConfig
 from pyops.data.folder_text import RowOptions, RowShare, held_out_batches, prepare_rows
-from pyops.optim import SGD
 from pyops.parallel import ParallelPlan, Trainer
 from pyops.parallel.generation import GenerationOptions
 from pyops.train.host.ranks import joined_ranks
@@ -55,8 +53,7 @@ class UseOptions:
             ConfigError: On every rank alike, for a layout that does not fit.
         """
         plan = ParallelPlan(tp=self.tp, pp=self.pp, precision=self.precision)
-        # Nothing is trained: an optimizer without states.
-        return model.trainer(plan, optimizer=partial(SGD, lr=0.0), device=device)
+        return model.trainer(plan, optimizer=None, device=device)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ before a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,11 @@ class Unwrapped:
 
 class ParameterOwnership:
     """The parameters of `model` in `flats` and in the units of `gathering`: claimed, and looked
-    after."""
+    after.
+
+    Args:
+        others: Parameters that are claimed alone: of a model that is not trained.
+    """
 
     def __init__(
         self,
@@ -47,13 +51,16 @@ class ParameterOwnership:
         flats: Sequence[FlatParameters],
         gathering: UnshardHooks,
         gradients: ShardedGradients,
+        *,
+        others: Iterable[nn.Parameter] = (),
     ) -> None:
         self._flats = list(
             dict.fromkeys([*flats, *(flat for unit in gathering.units for flat in unit.flats)])
         )
         self._gradients = gradients
         self._in_place = InPlace("ZeroOptimizer", model, self._flats, fix=FIX)
-        claim((p for flat in self._flats for p in flat.parameters), gradients, who="ZeroOptimizer")
+        self._claimed = [*(p for flat in self._flats for p in flat.parameters), *others]
+        claim(self._claimed, gradients, who="ZeroOptimizer")
         before, self._unwrapped = vars(model).get(IGNORED), Unwrapped()
         self._model, self._ignored = model, None if isinstance(before, Unwrapped) else before
         setattr(model, IGNORED, self._unwrapped)
@@ -80,4 +87,4 @@ class ParameterOwnership:
             delattr(self._model, IGNORED)
             if self._ignored is not None:
                 setattr(self._model, IGNORED, self._ignored)
-        release((p for flat in self._flats for p in flat.parameters), self._gradients)
+        release(self._claimed, self._gradients)

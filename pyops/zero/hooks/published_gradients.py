@@ -43,6 +43,7 @@ class PublishedGradients:
 
     Args:
         communicator: Of the ranks that own parts, None where this one owns everything.
+        device: Of the norms.
         partial_because: Why gradients are not final before the step, None where they are.
         other_axes: Of the tensor-parallel ranks and of the pipeline stages.
     """
@@ -52,6 +53,7 @@ class PublishedGradients:
         gradients: ShardedGradients,
         communicator: Communicator | None,
         *,
+        device: torch.device,
         partial_because: str | None,
         other_axes: Sequence[Communicator] = (),
     ) -> None:
@@ -63,7 +65,7 @@ class PublishedGradients:
                 bucket = gradients.of_flat[f][pieces[index].bucket]
                 self._places.append((parameter, bucket, pieces[index], len(self._places)))
         norms = self._norms = GradientNorms(
-            self._parts, communicator, gradients.flats[0].device, partial_because, other_axes
+            self._parts, communicator, device, partial_because, other_axes
         )
         self._reduced = [
             ReducedGradient(

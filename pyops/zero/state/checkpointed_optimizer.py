@@ -85,6 +85,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             self.owned,
             self.gradients,
             [] if self.one_bit is None else self.one_bit.kept(),
+            units=self.gathering.units,
         )
 
     @contextmanager

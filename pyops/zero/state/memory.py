@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
+from pyops.zero.hooks.unshard_hooks import ShardedUnit
 from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 
 __all__ = ["kept_bytes"]
@@ -28,14 +29,18 @@ def kept_bytes(
     owned: ShardedOptimizerState,
     gradients: ShardedGradients,
     more: Iterable[Tensor] = (),
+    *,
+    units: Iterable[ShardedUnit] = (),
 ) -> dict[str, int]:
     """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory.
 
     Args:
         more: States besides those of the pieces.
+        units: Of stage 3, which have parameters that are not trained, too.
     """
-    shards = [getattr(flat, name, None) for flat in owned.flats for name in ("shard", "kept")]
-    parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
+    flats = dict.fromkeys([*owned.flats, *(flat for unit in units for flat in unit.flats)])
+    shards = [getattr(flat, name, None) for flat in flats for name in ("shard", "kept")]
+    parameters = _storages([*model.parameters(), *(flat.data for flat in flats), *shards])
     states: list[Any] = [
         value for entries in owned.optimizer.state.values() for value in entries.values()
     ]

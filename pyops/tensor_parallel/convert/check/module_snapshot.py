@@ -10,10 +10,11 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """All modules' attributes, parameters, buffers, submodules and hooks by identity. The values of
-    tensors are not kept."""
+    """All modules' attributes, parameters, buffers, submodules and hooks by identity, and which
+    parameters require gradients. The values of tensors are not kept."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._kept: list[tuple[nn.Module, type, dict[str, Any], dict[str, dict[Any, Any]]]] = []
         for module in model.modules():
             inner = {
@@ -33,3 +34,5 @@ class Snapshot:
             for key, content in inner.items():
                 attributes[key].clear()
                 attributes[key].update(content)
+        for parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
