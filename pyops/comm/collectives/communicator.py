@@ -334,8 +334,8 @@ class Communicator:
 
         "auto" weighs only algorithms that give the same bits, so a measurement never changes a
         result: on the CPU those that sum in rank order, and others where the order does not matter
-        (two ranks, integers). On CUDA NCCL's own is taken without a measurement, which would wait for
-        the device in the middle of a backward and end a capture; another backend's is weighed
+        (two ranks, integers). On CUDA NCCL's own is taken without a measurement, which would wait
+        for the device in the middle of a backward and end a capture; another backend's is weighed
         against two_shot where the order does not matter, and taken elsewhere.
 
         Args:
