@@ -182,9 +182,10 @@ class SymmetricUpdate:
             if len(self._tables) > 64:  # parameters that come and go
                 self._tables.clear()
             device = self._params.tensor.device
+            params, grads, averages, squares, largest, masters, copies, steps = lists
             self._tables[key] = (
-                optimizer_table(*lists)
-                if lists[0]
+                optimizer_table(params, grads, averages, squares, largest, masters, copies, steps)
+                if params
                 else torch.empty((0, COLUMNS), dtype=torch.int64, device=device)
             )
         return self._tables[key]
