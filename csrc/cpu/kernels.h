@@ -14,6 +14,7 @@
 #include "../math/sgd.h"
 #include "../math/table.h"
 #include "activation.h"
+#include "attention.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -152,6 +153,13 @@ struct Kernels {
                              double* sums);
     // Heads [first, last) of [B, T, H]
     void (*rotary)(const RotarySpan& span, int64_t first, int64_t last);
+    // A block of queries of a head; a tile of keys of a group of heads; the sum of dy y, less dlse
+    // (or null), of query `row` of [B, T], for all heads.
+    void (*attention_forward)(const AttentionSpan& span, int64_t item, void* scratch);
+    void (*attention_backward)(const AttentionSpan& span, const AttentionGradient& grad, int64_t b,
+                               int64_t g, int64_t tile, void* scratch);
+    void (*attention_delta)(const AttentionSpan& span, const AttentionGradient& grad,
+                            const void* dlse, void* out, int64_t row);
     // out = round(from)
     void (*narrow)(void* out, const double* from, int64_t n, int dtype);
 };

@@ -39,6 +39,11 @@ void activation_backward_kernel(const ActivationSpan&, const RowTile&, double*);
 void dropout_kernel(const DropoutSpan&, int64_t, int64_t, uint64_t);
 void dropout_backward_kernel(const DropoutSpan&, const RowTile&, uint64_t, double*);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
+void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
+void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
+                               int64_t, void*);
+void attention_delta_kernel(const AttentionSpan&, const AttentionGradient&, const void*, void*,
+                            int64_t);
 void narrow_kernel(void*, const double*, int64_t, int);
 }  // namespace PYOPS_ISA
 
@@ -74,6 +79,9 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::dropout_kernel,
     PYOPS_ISA::dropout_backward_kernel,
     PYOPS_ISA::rotary_kernel,
+    PYOPS_ISA::attention_forward_kernel,
+    PYOPS_ISA::attention_backward_kernel,
+    PYOPS_ISA::attention_delta_kernel,
     PYOPS_ISA::narrow_kernel,
 };
 

@@ -27,6 +27,8 @@ of `torch.ops.pyops`.
                addition; differentiable
     cross_entropy  cross_entropy                       the loss; its two kernels are
                                                        cross_entropy_statistics, _gradient
+    attention  attention, attention_with_lse           scores made tile by tile; masks, documents,
+                                                       layouts, biases, dropout; differentiable
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
     symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
                                                        one kernel
@@ -36,7 +38,7 @@ for installations without kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp
 csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/triton/<stem>.py.
 """
 
-from pyops.ops import random, symmetric_step
+from pyops.ops import attention, random, symmetric_step
 from pyops.ops.communication import onebit, quantize, reduce, symmetric
 from pyops.ops.layers import activation, cross_entropy, dropout, norm, rotary
 from pyops.ops.library import build_info, has_kernel, isa, native
@@ -57,6 +59,7 @@ __all__ = [
     "activation",
     "adafactor",
     "adagrad",
+    "attention",
     "build_info",
     "cross_entropy",
     "dropout",

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ops.attention.sample import attention_backward, attention_forward
+
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 ADAM_SCALARS = {
@@ -444,6 +446,8 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         ),
         {"ignore_index": 9, "first_column": 4, "columns": 5},
     ),
+    "attention_forward": attention_forward,
+    "attention_backward": attention_backward,
     "philox_uniform_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_normal_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_dropout_mask_": lambda device: (

@@ -34,6 +34,7 @@ STEMS = (
     "rotary",
     "norm",
     "cross_entropy",
+    "attention",
 )
 
 
@@ -44,9 +45,13 @@ IN_TRITON = {
     for op in SAMPLES
     if hasattr(getattr(pyops.ops, stem), f"{op.removesuffix('_')}_reference")
 }
-DIFFERENTIABLE = {
-    op for op in IN_TRITON if not op.endswith(("_backward", "_"))
-}  # with a derivative
+CPU_ONLY = (  # no CUDA kernel yet: the op raises there and says so
+    "attention_forward",
+    "attention_backward",
+)
+DIFFERENTIABLE = {  # with a derivative
+    op for op in {*IN_TRITON, "attention_forward"} if not op.endswith(("_backward", "_"))
+}
 
 
 def ops() -> list[str]:
