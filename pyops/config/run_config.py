@@ -125,11 +125,6 @@ class Config(RunSections):
                 f"{KINDS[self.task.kind]}.num_layers to {stages - 2} "
                 "or more, or fewer stages"
             )
-        if self.train.compile:
-            raise ValueError(
-                f"train.compile is true, but parallel.pp is {pp}, whose stages are not "
-                "compiled; set it to false"
-            )
 
     @property
     def num_blocks(self) -> int:

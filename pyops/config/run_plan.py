@@ -8,7 +8,7 @@ Hugging Face folder alike.
 | [zero]; [train] bucket_bytes; [precision] initial_scale, ... | zero |
 | [recompute] modules, offload | recompute, recompute_offload |
 | [precision] dtype | precision |
-| [train] compile | compile; a GPT is compiled whole where it is made |
+| [train] compile | the same |
 | [train] micro_batch | num_microbatches; with a pipeline pipeline.num_microbatches |
 | [optimizer] max_grad_norm | max_grad_norm |
 """
@@ -69,7 +69,7 @@ def plan_for_run(config: RunSections, *, num_rows: int) -> ParallelPlan:
         recompute_offload=config.recompute.offload,
         precision=precision.dtype,
         num_microbatches=1 if parallel.pp > 1 else microbatches,
-        compile=options.compile and of_folder,
+        compile=options.compile,
         # A limit of infinity never clips, but the norm is taken, which the metrics show.
         max_grad_norm=config.optimizer.max_grad_norm or math.inf,
     )

@@ -14,11 +14,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import nn
 
 from pyops.mesh import resolve
+from pyops.precision import LossScale
 from pyops.zero import ZeroOptimizer
 
 __all__ = ["check_accelerator", "prepare"]
@@ -84,7 +86,7 @@ def check_accelerator(accelerator: Any) -> None:
         )
 
 
-def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
+def _check(accelerator: Any, model: Any, optimizer: Any, *, scales_loss: bool) -> None:
     check_accelerator(accelerator)
     if not isinstance(optimizer, ZeroOptimizer):
         raise TypeError(
@@ -113,15 +115,30 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
             "ZeroOptimizer: reduction='sum', and loops of Accelerate expect the mean of "
             "gradients over ranks; leave it out"
         )
-    if optimizer.loss_scale is not None:
+    if optimizer.loss_scale is not None and not scales_loss:
         raise ValueError(
             "ZeroOptimizer: its precision is scaled, and accelerator.backward() does not "
-            "know of its loss scale; take "
-            "precision='bf16', or Accelerator(mixed_precision='fp16') and no precision"
+            "know of its loss scale; take precision='bf16', or "
+            "Accelerator(mixed_precision='fp16') and no precision; or call "
+            "accelerator.backward(optimizer.scale(loss.float())), and prepare(scales_loss=True)"
         )
 
 
-def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tuple[nn.Module, Any]:
+def _note_skips(prepared: Any, scale: LossScale) -> None:
+    """Let an AcceleratedOptimizer say of each step whether it was skipped."""
+    step = prepared.step
+
+    def noting(self: Any, closure: Any = None) -> None:
+        before = scale.skipped
+        step(closure)
+        self._is_overflow = scale.skipped > before
+
+    prepared.step = MethodType(noting, prepared)  # of which torch's schedulers take the function
+
+
+def prepare(
+    accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer, *, scales_loss: bool = False
+) -> tuple[nn.Module, Any]:
     """(model, optimizer) for a loop of Accelerate, in place of `accelerator.prepare(model,
     optimizer)`.
 
@@ -132,6 +149,9 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tup
         model: It comes back itself, with Accelerate's autocast on its forward.
         optimizer: Of this model; it comes back as an AcceleratedOptimizer, which steps where
             gradients are complete. Data loaders and schedulers go to accelerator.prepare().
+        scales_loss: Whether the loop multiplies the loss by the optimizer's loss scale, as
+            `accelerator.backward(optimizer.scale(loss.float()))` does: only then may its precision
+            be scaled. Steps that overflow count as skipped, so that no schedule goes on.
 
     Raises:
         ValueError, TypeError: Before anything is changed, for an Accelerator of DeepSpeed, FSDP,
@@ -140,11 +160,13 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tup
             state_dict() raises RuntimeError, since `accelerator.save_state()` would write rank 0's
             part alone.
     """
-    _check(accelerator, model, optimizer)
+    _check(accelerator, model, optimizer, scales_loss=scales_loss)
     accelerator.prepare_model(model, evaluation_mode=True, device_placement=False)
     if optimizer.stage < 2:
         model.no_sync = NoSync(optimizer)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer, device_placement=False)
     prepared.state_dict, prepared.load_state_dict = _state_dict, _load_state_dict
     prepared._is_accelerate_prepared = True
+    if optimizer.loss_scale is not None:
+        _note_skips(prepared, optimizer.loss_scale)
     return model, prepared

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import ranks_agree
+from pyops.hf.state_layouts import CUT, WHOLE, states_laid_back, states_laid_out
 from pyops.hf.trainer import ZeroTraining
 from pyops.hub.pretrained import PretrainedWeights
 from pyops.mesh import ALONE, Mesh
@@ -40,7 +41,7 @@ INSTEAD = {
     "sequence_parallel": "pyops.parallel.parallelize(model, plan, optimizer=...) has it",
 }
 # Methods of the Trainer that a plan with tp overrides: an earlier transformers has not all of them.
-OVERRIDDEN = ("_clip_grad_norm", "_get_dataloader", "_get_grad_norm", "get_tp_size")
+OVERRIDDEN = ("_get_dataloader", "get_tp_size")
 
 
 class PlanTraining(ZeroTraining):
@@ -49,9 +50,9 @@ class PlanTraining(ZeroTraining):
 
     Args:
         plan: How the ranks share the model out: dp, tp, tensor_parallel, zero, recompute and
-            precision "fp32" or "bf16" of ParallelPlan. None: every rank has all of the model, and
-            other rows. Everything else is the Trainer's. With tp the model is cut in place when the
-            Trainer is made, and its dropout draws by counters: the same masks on every layout.
+            precision of ParallelPlan. None: every rank has all of the model, and other rows.
+            Everything else is the Trainer's. With tp the model is cut in place when the Trainer is
+            made, and its dropout draws by counters: the same masks on every layout.
 
     Raises:
         ValueError, TypeError: When it is made, for a plan that the Trainer's loop can't follow, or
@@ -71,9 +72,7 @@ class PlanTraining(ZeroTraining):
                 _check_tensor_parallel(self._this)
         if self._plan.tp > 1:
             self._mesh = Mesh(axes, device_type=self._this.args.device.type)
-            norm = self._this.args.max_grad_norm
-            # Of gradients that are cut, step() alone knows the norm.
-            self._zero_config = replace(self._zero_config, max_grad_norm=norm or None)
+            self._let_step_clip()
         self._share_out(self._this.model)
 
     def _share_out(self, model: Any) -> None:
@@ -137,23 +136,6 @@ class PlanTraining(ZeroTraining):
         loader = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
         return loader if self._mesh is None else _of_copy(loader, self._mesh)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        if self._mesh is not None:
-            return None  # step() clips
-        return super()._clip_grad_norm(model)  # type: ignore[misc]
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if self._mesh is not None:
-            return None
-        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-
-    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> Any:
-        if self._mesh is not None and self.zero_optimizer is not None:
-            grad_norm = self.zero_optimizer.grad_norm
-        return super()._maybe_log_save_evaluate(  # type: ignore[misc]
-            tr_loss, grad_norm, *args, **kw
-        )
-
     # ----------------------------------------------------------------------------------------------
     # evaluation
 
@@ -183,6 +165,19 @@ class PlanTraining(ZeroTraining):
             super().save_model(output_dir, _internal_call)
         finally:
             self._whole_state = None
+
+    @property
+    def _layers(self) -> str:
+        return WHOLE if self._mesh is None else CUT
+
+    def _as_here(self, state: dict[str, Any], layers: str) -> dict[str, Any]:
+        model = self._this.model
+        if layers == self._layers or hasattr(model, "peft_config"):  # adapters lie alike in both
+            return state
+        states = state["state"]
+        if self._mesh is not None:
+            return {**state, "state": states_laid_out(states, model)}
+        return {**state, "state": states_laid_back(states, model, self._plan.tensor_parallel)}
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         given = self._whole_state if state_dict is None else state_dict
@@ -233,11 +228,6 @@ def _checked_plan(plan: Any) -> ParallelPlan:
     for name, why in INSTEAD.items():
         if getattr(plan, name) != getattr(ParallelPlan, name):
             raise ValueError(f"plan has {name}={getattr(plan, name)!r}; leave it out: {why}")
-    if plan.precision == "fp16":
-        raise ValueError(
-            "plan has precision='fp16', whose loss scale the Trainer's loop does not apply; leave "
-            "it out: TrainingArguments(fp16=True), or precision='bf16'"
-        )
     return plan
 
 

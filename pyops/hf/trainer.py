@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pyops import checkpoint
 from pyops.hf.accelerate import check_accelerator, prepare
+from pyops.hf.state_layouts import WHOLE
 from pyops.mesh import Mesh
 from pyops.optim import OneBitAdam
+from pyops.precision import PRECISIONS
 from pyops.zero import ZeroConfig, ZeroOptimizer
 
-__all__ = ["ZeroTraining", "trainer_class"]
+__all__ = ["ZeroTraining", "is_scaled", "trainer_class"]
 
 FOLDER = "zero"  # within a checkpoint of the Trainer
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
@@ -34,8 +38,9 @@ INSTEAD = {
     "max_grad_norm": "TrainingArguments(max_grad_norm=...) clips",
     "reduction": "the Trainer expects the mean over ranks",
     "delayed_update": "the Trainer looks at the model between steps",
-    "loss_scale": "the Trainer's loop does not scale by it: TrainingArguments(fp16=True)",
 }
+# Methods of the Trainer that are overridden where step() clips; earlier ones have not all of them.
+CLIPPING = ("_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate")
 # Arguments of the Trainer, the value that they must have, and what to do instead.
 REFUSED = {
     "torch_compile": (False, "call model.compile() before"),
@@ -55,8 +60,9 @@ class ZeroTraining:
     Args:
         zero: ZeroConfig(stage=2), say. The optimizer's class, its options, param groups and
             clipping are those of TrainingArguments, or optimizer_cls_and_kwargs=(pyops.optim.AdamW,
-            {"lr": 1e-4}). Everything else is the Trainer's. `zero_optimizer` is the ZeroOptimizer,
-            once train() has begun.
+            {"lr": 1e-4}). With precision "fp16" the loss is multiplied by its loss scale, and
+            steps that overflow are skipped, schedule included. Everything else is the Trainer's.
+            `zero_optimizer` is the ZeroOptimizer, once train() has begun.
 
     Raises:
         ValueError: When it is made, for options which cannot work together, with what to do
@@ -65,6 +71,7 @@ class ZeroTraining:
 
     zero_optimizer: ZeroOptimizer | None = None
     _mesh: Mesh | None = None  # where a plan shares layers out, too
+    _step_clips = False  # instead of the Trainer
 
     def __init__(self, *args: Any, zero: ZeroConfig, **kwargs: Any) -> None:
         self._zero_config = _checked_config(zero)
@@ -78,9 +85,46 @@ class ZeroTraining:
         super().__init__(*args, **kwargs)
         self._this: Any = self  # what the Trainer gives: its class is not known here
         _check_trainer(self._this)
+        if self._is_scaled:
+            self._let_step_clip()
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether the loss is multiplied by a scale of ours."""
+        return is_scaled(self._zero_config)
+
+    def _let_step_clip(self) -> None:
+        """Of gradients that are cut, or scaled, step() alone knows the norm."""
+        lacking = [name for name in CLIPPING if not hasattr(super(ZeroTraining, self), name)]
+        if lacking:
+            raise ValueError(
+                f"this plan, or precision, needs a Trainer with {lacking[0]}, which that of this "
+                "transformers has not: pip install -U transformers, or set tp to 1 and leave the "
+                "precision out"
+            )
+        norm = self._this.args.max_grad_norm
+        self._zero_config = replace(self._zero_config, max_grad_norm=norm or None)
+        self._step_clips = True
 
     # ----------------------------------------------------------------------------------------------
     # optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if self._step_clips:
+            return None
+        return super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if self._step_clips:
+            return None
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> Any:
+        if self._step_clips and self.zero_optimizer is not None:
+            grad_norm = self.zero_optimizer.grad_norm
+        return super()._maybe_log_save_evaluate(  # type: ignore[misc]
+            tr_loss, grad_norm, *args, **kw
+        )
 
     def create_optimizer(self, model: Any = None) -> Any:
         """As the Trainer's, over ZeroOptimizer."""
@@ -99,8 +143,21 @@ class ZeroTraining:
         finally:
             this.optimizer_cls_and_kwargs = given
         self.zero_optimizer = zero
-        _, this.optimizer = prepare(this.accelerator, model, zero)
+        _, this.optimizer = prepare(this.accelerator, model, zero, scales_loss=self._is_scaled)
+        if self._is_scaled:
+            self._scale_losses(zero)
         return this.optimizer
+
+    def _scale_losses(self, zero: ZeroOptimizer) -> None:
+        """What the Trainer calls backward of is multiplied by the present scale, in float32."""
+        accelerator = self._this.accelerator
+        backward = getattr(accelerator.backward, "unscaled", accelerator.backward)
+
+        def scaled(loss: Tensor, **options: Any) -> None:
+            backward(zero.scale(loss.float()), **options)
+
+        scaled.unscaled = backward  # type: ignore[attr-defined]
+        accelerator.backward = scaled
 
     def _whole(self) -> AbstractContextManager[None]:
         return (
@@ -119,7 +176,8 @@ class ZeroTraining:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         this, zero = self._this, self.zero_optimizer
         assert zero is not None
-        checkpoint.save(Path(output_dir, FOLDER), {"optimizer": zero.state_dict()})
+        state = {"optimizer": zero.state_dict(), "layers": self._layers}
+        checkpoint.save(Path(output_dir, FOLDER), state)
         if this.args.should_save:
             torch.save(this.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
@@ -140,8 +198,26 @@ class ZeroTraining:
                 )
             return  # as the Trainer does: a folder of weights alone
         state, _ = checkpoint.load(path / FOLDER, lazy=True)
-        zero.load_state_dict(state["optimizer"])
+        zero.load_state_dict(self._as_here(state["optimizer"], state.get("layers", self._layers)))
         this.lr_scheduler.load_state_dict(torch.load(path / SCHEDULER, weights_only=True))
+
+    @property
+    def _layers(self) -> str:
+        """How layers lie: WHOLE, as transformers has them, or CUT."""
+        return WHOLE
+
+    def _as_here(self, state: dict[str, Any], layers: str) -> dict[str, Any]:
+        """An optimizer's state_dict, with tensors as this Trainer's layers lie.
+
+        Raises:
+            ValueError: They lie otherwise, and nothing says how they were cut.
+        """
+        if layers != self._layers:
+            raise ValueError(
+                "the checkpoint is of a Trainer whose layers were cut by a plan with tp; go on "
+                "with pyops.hf.Trainer(plan=...), at any tp"
+            )
+        return state
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self._whole():
@@ -225,6 +301,11 @@ def _check_trainer(trainer: Any) -> None:
                 f"TrainingArguments({name}={getattr(args, name)!r}) does not go with "
                 f"ZeroOptimizer; {why}"
             )
+    if is_scaled(trainer._zero_config) and args.fp16:
+        raise ValueError(
+            "TrainingArguments(fp16=True) and precision='fp16' would both scale the loss; leave "
+            "one of them out"
+        )
     if trainer._zero_config.stage == 3 and getattr(args, "predict_with_generate", False):
         raise ValueError(
             "predict_with_generate=True: ranks generate different numbers of tokens, and "
@@ -239,6 +320,17 @@ def _check_trainer(trainer: Any) -> None:
             f"Accelerate has {trainer.accelerator.num_processes} processes, "
             f"torch.distributed {ranks}: start all with torchrun"
         )
+
+
+def is_scaled(config: ZeroConfig) -> bool:
+    """Whether gradients of this precision need a loss scale.
+
+    Args:
+        config: Checked or not.
+    """
+    precision = config.precision
+    found = PRECISIONS.get(precision) if isinstance(precision, str) else precision
+    return found is not None and found.scaled
 
 
 @cache

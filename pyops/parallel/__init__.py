@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 from pyops.parallel.composition import parallelize
+from pyops.parallel.losses import PairLoss
 from pyops.parallel.optimizer_groups import OptimizerGroups, no_decay_for_vectors
 from pyops.parallel.plan import ParallelPlan, PipelineOptions
 from pyops.parallel.stages.layered_model import LayeredModel
@@ -32,6 +33,7 @@ from pyops.renamed import missing_attribute
 __all__ = [
     "LayeredModel",
     "OptimizerGroups",
+    "PairLoss",
     "ParallelPlan",
     "PipelineOptions",
     "Trainer",

@@ -19,7 +19,7 @@ from torch import nn
 
 from pyops.comm.agreement import agree, gather_numbers, naming_lost_ranks
 from pyops.mesh import Mesh
-from pyops.parallel.losses import CountedLoss
+from pyops.parallel.losses import CountedLoss, names_of
 from pyops.pipeline.runtime.microbatch import num_rows, split_batch
 
 __all__ = [
@@ -105,7 +105,7 @@ def share_of(
     rows, count, divisor = 0, 0.0, 0.0
     if given:
         try:
-            check_batch(batch, accepted)
+            check_batch(batch, accepted, loss)
             rows = num_rows(dict(batch)) or 0
             if rows:
                 count, divisor = loss.count(batch), loss.divisor(batch)
@@ -169,12 +169,13 @@ def accepted_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def check_batch(batch: Any, accepted: Iterable[str]) -> None:
+def check_batch(batch: Any, accepted: Iterable[str], loss: CountedLoss) -> None:
     """Local checks of a batch.
 
     Args:
         batch: As the caller gave it.
         accepted: The names of the arguments of the model's forward.
+        loss: Which may take further ones.
 
     Raises:
         TypeError: It is no mapping.
@@ -185,12 +186,15 @@ def check_batch(batch: Any, accepted: Iterable[str]) -> None:
             f"the batch is a {type(batch).__name__}; give a mapping of the names of the model's "
             'arguments, such as {"input_ids": ..., "labels": ...}'
         )
-    names = frozenset(accepted)
-    unknown = [name for name in batch if name not in names and name not in TARGETS]
+    names, of_loss = frozenset(accepted), names_of(loss)
+    unknown = [name for name in batch if name not in {*names, *TARGETS, *of_loss}]
     if unknown:
+        key = unknown[0]
         raise ValueError(
-            f"the batch has {unknown[0]!r}, and the model's forward takes "
-            f"{', '.join(sorted(names))}; leave it out"
+            f"the batch has {key!r}, which the model's forward does not take (it takes "
+            f"{', '.join(sorted(names))}), nor the loss; leave it out, or, where a loss of your "
+            f"own needs it, name it there: loss=pyops.parallel.PairLoss(sum, count, "
+            f"names={(*of_loss, key)!r})"
         )
     rows = num_rows(dict(batch))
     if rows is None:
@@ -198,8 +202,11 @@ def check_batch(batch: Any, accepted: Iterable[str]) -> None:
 
 
 def model_arguments(batch: Mapping[str, Any], accepted: frozenset[str]) -> dict[str, Any]:
-    """What of a batch the model is called with; labels are for the loss alone."""
-    found = {name: value for name, value in batch.items() if name not in TARGETS}
+    """What of a batch the model is called with; labels, and what it does not take, are for the loss
+    alone."""
+    found = {
+        name: value for name, value in batch.items() if name in accepted and name not in TARGETS
+    }
     if "use_cache" in accepted:
         found.setdefault("use_cache", False)
     return found

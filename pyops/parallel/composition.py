@@ -17,7 +17,7 @@ several ranks (`LayeredModel`), which begin with what is done in steps 2 and 3:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from pyops.parallel.losses import IGNORED, CountedLoss, LabelLoss, PairLoss, los
 from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
 from pyops.parallel.optimizer_groups import OptimizerGroups
 from pyops.parallel.plan import ParallelPlan
-from pyops.parallel.stages.block_lists import find_block_lists
+from pyops.parallel.stages.block_lists import compile_blocks, find_block_lists
 from pyops.parallel.stages.block_stages import BlockStagePlan, check_trained, stage_boundaries
 from pyops.parallel.stages.layered_model import LayeredModel
 from pyops.parallel.stages.layout_trial import find_layout
@@ -187,7 +187,8 @@ def _change_layers(
         if plan.recompute:
             _recompute(model, plan)
         if plan.compile:
-            _compile_blocks(model, find_block_lists(model, plan.pipeline.blocks))
+            for blocks in _lists_of_blocks(source, plan):
+                compile_blocks(blocks)
 
 
 def _recompute(model: nn.Module, plan: ParallelPlan) -> None:
@@ -253,10 +254,11 @@ def _cut_layers(model: nn.Module, plan: ParallelPlan, mesh: Mesh, example_inputs
     )
 
 
-def _compile_blocks(model: nn.Module, lists: list[str]) -> None:
-    for name in lists:
-        for block in model.get_submodule(name).children():
-            block.compile()
+def _lists_of_blocks(source: ModelSource, plan: ParallelPlan) -> list[Iterable[nn.Module]]:
+    if source.layered is not None:
+        return [source.layered.blocks()]
+    lists = find_block_lists(source.model, plan.pipeline.blocks)
+    return [source.model.get_submodule(name).children() for name in lists]
 
 
 def _make_optimizer(

@@ -10,7 +10,7 @@ So padding, accumulation, uneven shares and the number of ranks do not change a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "LabelLoss",
     "PairLoss",
     "loss_of",
+    "names_of",
     "padded_rows",
     "predicts_tokens",
 ]
@@ -114,12 +115,23 @@ class PairLoss:
     Args:
         sum_: (what the model returned, batch) -> a tensor of one number.
         count: batch -> by how many terms the sum of all rows is divided.
+        names: Of what the batch has for the loss, and the model does not take, such as weights of
+            the rows: tensors [rows, ...], of which each micro-batch has its own.
+
+    Raises:
+        TypeError: `names` is one string.
     """
 
     def __init__(
-        self, sum_: Callable[[Any, Batch], Tensor], count: Callable[[Batch], float]
+        self,
+        sum_: Callable[[Any, Batch], Tensor],
+        count: Callable[[Batch], float],
+        *,
+        names: Sequence[str] = (),
     ) -> None:
-        self._sum, self._count = sum_, count
+        if isinstance(names, str):
+            raise TypeError(f"names is {names!r}; give a tuple of names, ({names!r},)")
+        self._sum, self._count, self.names = sum_, count, tuple(names)
 
     def count(self, batch: Batch) -> float:
         """As the caller says."""
@@ -150,6 +162,15 @@ class PairLoss:
             f"a copy of the model has fewer rows than micro-batches ({rows} are needed here); with "
             "a loss of your own give a multiple of the micro-batches on every rank"
         )
+
+
+def names_of(loss: CountedLoss) -> tuple[str, ...]:
+    """What a batch may have beside the arguments of the model: `loss.names`, where there are any.
+
+    Args:
+        loss: Any.
+    """
+    return tuple(getattr(loss, "names", ()))
 
 
 def padded_rows(batch: Batch, rows: int, *, targets: str) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class ParallelPlan:
     returns its logits as they are. With sequence_parallel, or a loss of your own, it does not."""
 
     compile: bool = False
-    """Whether each block is compiled by torch.compile, before the pipeline is cut."""
+    """Whether each block is compiled by torch.compile, before the pipeline is cut; of a
+    `LayeredModel` its layers that are items of a list."""
 
     max_grad_norm: float | None = None
     """Clip the gradient of the whole model to this 2-norm; None: no clipping."""

@@ -495,35 +495,55 @@ class Trainer:
         with self.optimizer.whole_parameters():
             self.parts.save_folder(Path(folder))
 
-    def export_dcp(self, folder: Path | str) -> None:
+    def export_dcp(self, folder: Path | str, *, optimizer: str | None = None) -> None:
         """Write {"model": state_dict of the uncut model} for torch.distributed.checkpoint.load, in
         plain torch or FSDP2. A collective.
 
         Args:
             folder: Where; an older such folder there is replaced when the new one is whole.
+            optimizer: The name under which the optimizer's states are written beside the model:
+                "optim" for {"optim": {"state": {name of a parameter: states}}}, as
+                torch.distributed.checkpoint.state_dict has them. None: weights alone.
         """
         from pyops.hub.pretrained.torch_checkpoints import export_dcp  # torch's take long to import
 
+        states = None if optimizer is None else {optimizer: self.optimizer.state_dict()["state"]}
         with self.optimizer.whole_parameters():
-            export_dcp(self.model, folder, mesh=self.mesh)
+            export_dcp(self.model, folder, mesh=self.mesh, states=states)
 
-    def import_dcp(self, folder: Path | str, *, key: str | None = None) -> None:
+    def import_dcp(
+        self, folder: Path | str, *, key: str | None = None, optimizer: str | None = None
+    ) -> None:
         """Take the weights that torch.distributed.checkpoint.save wrote of a model's state_dict(),
-        from any layout of ranks. The optimizer's states stay as they are. A collective.
+        from any layout of ranks. A collective.
 
         Args:
             folder: Of torch's.
             key: The path of the model's state in what was saved, "model" for {"model": ...}; "" for
                 the whole. None: whichever of these two has the model's names.
+            optimizer: The path of the optimizer's state_dict in what was saved, such as "optim":
+                its states are taken, too, and learning rates stay as they are. None: the states
+                stay as they are.
 
         Raises:
             CheckpointError, HubError: On every rank, for a folder that can't be read, or of another
                 model.
+            ValueError: optimizer= of a trainer that was made with optimizer=None.
         """
-        from pyops.hub.pretrained.torch_checkpoints import stored_weights
+        from pyops.hub.pretrained.torch_checkpoints import stored_states, stored_weights
 
-        found = stored_weights(self.model, folder, key=key, mesh=self.mesh)
+        if optimizer is not None and not self.optimizer.trains:
+            raise ValueError(
+                f"import_dcp: optimizer is {optimizer!r}, but this trainer was made with "
+                "optimizer=None and has no states; leave it out"
+            )
+        found, states = stored_weights(self.model, folder, key=key, mesh=self.mesh), None
+        if optimizer is not None:
+            states = stored_states(self.model, folder, key=optimizer, mesh=self.mesh)
         self.optimizer.load_model_state_dict(found)
+        if states is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyops.optim import AdamW
-from pyops.parallel import ParallelPlan, PipelineOptions, Trainer, parallelize
+from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, Trainer, parallelize
 from pyops.parallel.losses import LabelLoss
 from pyops.zero import ZeroConfig
 from tests.parallel.tiny_transformers import batch_for, make_model
@@ -152,9 +152,36 @@ def test_a_loss_of_your_own(plan, world):
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+def weighted(outputs: Any, batch: Any) -> Tensor:
+    errors = (outputs["logits"].float() - 1).square().mean(dim=(1, 2))
+    return (errors * batch["weights"]).sum()
+
+
+def of_weights(rank: int, group: object, plan: ParallelPlan) -> list[float]:
+    loss = PairLoss(weighted, lambda batch: float(batch["weights"].sum()), names=("weights",))
+    trainer = parallelize(make_model("llama"), plan, optimizer=partial(AdamW, lr=1e-2), loss=loss)
+    ids, weights = batch_for("llama", rows=8)["input_ids"], torch.arange(8.0)
+    own = slice(trainer.mesh.rank("dp"), None, trainer.mesh.size("dp"))
+    batch = {"input_ids": ids[own], "weights": weights[own]}
+    return [*(trainer.step(batch) for _ in range(3)), trainer.evaluate([batch])]
+
+
+@pytest.mark.parametrize("plan", [ParallelPlan(num_microbatches=2), ParallelPlan(pp=2)])
+def test_what_the_loss_alone_takes_goes_to_it_alone(plan, world):
+    expected = of_weights(0, None, ParallelPlan())
+    assert expected[0] - expected[3] > 1e-3
+    for losses in world(2).run(of_weights, plan):
+        assert losses == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(TypeError, match=r"give a tuple of names, \('weights',\)"):
+        PairLoss(weighted, len, names="weights")
+
+
 REFUSED = {
     "no mapping": ([1], ("list", "mapping")),
-    "unknown": ({"input_ids": torch.ones(2, 3, dtype=torch.long), "tokens": 3}, ("tokens",)),
+    "unknown": (
+        {"input_ids": torch.ones(2, 3, dtype=torch.long), "tokens": 3},
+        ("has 'tokens'", "nor the loss", "PairLoss(sum, count, names=('tokens',))"),
+    ),
     "rows": (
         {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(3, 3).long()},
         ("2, 3", "rows"),

@@ -231,6 +231,19 @@ def test_pairs_of_bytes(tmp_path, device):
     assert first < 5.7 * 0.7, "nats per byte: a token of ln(300) nats is more than one byte"
 
 
+@pytest.mark.parametrize("stage", [0, 1], ids=["by itself", "by a plan"])
+def test_blocks_are_compiled_and_nothing_else(tmp_path, device, monkeypatch, stage):
+    compiled: list[str] = []
+
+    def note(module: torch.nn.Module) -> None:
+        compiled.append(type(module).__name__)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", note)
+    config = config_of(tmp_path, device, num_steps=1, compile=True, stage=stage)
+    train(config)
+    assert compiled == ["GPTBlock"] * config.model.num_layers
+
+
 @pytest.mark.full  # half a minute of compilers; tests/models and tests/parallel compile blocks
 @pytest.mark.real_device
 @pytest.mark.slow

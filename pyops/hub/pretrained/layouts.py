@@ -6,15 +6,60 @@ in the files, Conv1D      whole, as laid out         rank 0            rank 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from pyops.flat import Placement
+from pyops.flat import Placement, Shard, Shards
 from pyops.hub.part_gathering import gather_parts
 from pyops.ops.memory import resolved_view
 from pyops.tensor_parallel import Ranks
 from pyops.tensor_parallel.convert.module_swap import laid_back, laid_out
 
-__all__ = ["copy_part", "gathered", "placement_of", "whole_shape"]
+__all__ = ["RelaidTensor", "copy_part", "gathered", "placement_of", "whole_shape"]
+
+
+class RelaidTensor:
+    """A tensor on disk, as another layout of the model has it; read when it is asked for, as the
+    tensors of `pyops.checkpoint.load(folder, lazy=True)` are.
+
+    Args:
+        read: Gives it, whole and laid out.
+        shape: Its own.
+        dtype: Its own.
+    """
+
+    def __init__(
+        self, read: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._read, self.shape, self.dtype = read, shape, dtype
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        return self._read()
+
+    def compare(self, target: Any = None) -> None:
+        """Read the tensor, for what can't be read must be known before anything is filled."""
+        self.read()
+
+    def read_into(self, target: Tensor | Shard | Shards) -> None:
+        """Fill a tensor, or the parts of it that shards are.
+
+        Args:
+            target: Of this tensor's shape; floating dtypes are converted.
+        """
+        whole = self.read()
+        for part in target if isinstance(target, Shards) else (target,):
+            if not isinstance(part, Shard):
+                part.copy_(whole)
+            elif part.is_range:
+                start = part.offset[0]
+                part.tensor.copy_(whole.reshape(-1)[start : start + part.tensor.numel()])
+            else:
+                box = zip(part.offset, part.tensor.shape, strict=True)
+                part.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
 
 
 def placement_of(module: nn.Module, key: str) -> Placement | None:

@@ -7,9 +7,10 @@ with the names, shapes and layouts of the uncut model.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from pyops.checkpoint import Reader, save
 from pyops.checkpoint.distributed import INDEX, TORCH_ERRORS, TorchFolder, last_line
 from pyops.checkpoint.writing import replace_folder
 from pyops.comm.agreement import gather, ranks_agree
-from pyops.flat import Shard, Shards
 from pyops.hub.folder_files import HubError
-from pyops.hub.pretrained.layouts import gathered, placement_of, whole_shape
+from pyops.hub.pretrained.layouts import RelaidTensor, gathered, placement_of, whole_shape
 from pyops.hub.pretrained.saving import Position
 from pyops.mesh import ALONE, Mesh
-from pyops.tensor_parallel.convert.module_swap import laid_out
+from pyops.tensor_parallel.convert.module_swap import laid_back, laid_out
 
-__all__ = ["StoredWeight", "export_dcp", "stored_weights"]
+__all__ = ["export_dcp", "stored_states", "stored_weights"]
 
 MODEL = "model"
 Held = tuple[str, nn.Module, str, Tensor]
@@ -43,7 +44,13 @@ def _held(model: nn.Module) -> Iterator[Held]:
 
 
 @torch.no_grad()
-def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None) -> None:
+def export_dcp(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    mesh: Mesh | None = None,
+    states: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
+) -> None:
     """Write {"model": the model's state_dict} as torch.distributed.checkpoint.save does, whole
     tensors. Collective: every rank must call it.
 
@@ -54,6 +61,9 @@ def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None
         model: This rank's part, its modules named as in the whole model.
         folder: Written beside its place and renamed; such a folder there is replaced.
         mesh: Of all ranks; None: this process has the whole model.
+        states: {"optim": ZeroOptimizer.state_dict()["state"]}, say: {name of a parameter: {name of
+            a state: this rank's part}} is written as {"optim": {"state": ...}} beside the model;
+            meanwhile the states are in a second folder, too. None: no states.
 
     Raises:
         HubError: On every rank, for a folder of something else, and a disk that is full.
@@ -72,9 +82,14 @@ def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None
             copied[id(tensor)] = tensor if found is None else found.cpu().clone()
         if position.writes:
             whole[name] = copied[id(tensor)]
+    del copied
+    optimizers = {
+        key: {"state": _whole_states(model, folder, given, position)}
+        for key, given in (states or {}).items()
+    }
     with ranks_agree(position.group):
         try:
-            state = {MODEL: whole} if whole else {}
+            state = {MODEL: whole, **optimizers} if whole else {}
             dcp.save(state, checkpoint_id=aside, no_dist=mesh is None or mesh.device_mesh is None)
         except TORCH_ERRORS as error:
             raise HubError(
@@ -83,6 +98,35 @@ def export_dcp(model: nn.Module, folder: Path | str, *, mesh: Mesh | None = None
     with ranks_agree(position.group):
         if position.first:
             replace_folder(folder, aside)
+
+
+def _whole_states(
+    model: nn.Module,
+    folder: Path,
+    states: Mapping[str, Mapping[str, Any]],
+    position: Position,
+) -> dict[str, dict[str, Tensor]]:
+    """The states of this pipeline stage's parameters as the uncut model's optimizer has them, on
+    the rank that writes; collective. What the ranks have of them is put together in a folder."""
+    parts = folder.with_name(folder.name + ".states")
+    save(parts, {"state": dict(states)})
+    found: dict[str, dict[str, Tensor]] = {}
+    try:
+        with ranks_agree(position.group):
+            if position.writes:
+                stored = Reader(parts).state()  # without the other ranks, which have no part here
+                for name, module, key, _ in _held(model):
+                    place = placement_of(module, key)
+                    for state, value in stored["state"].get(name, {}).items():
+                        whole = value.read() if hasattr(value, "read") else torch.as_tensor(value)
+                        if place is not None and whole.shape == place.global_shape:
+                            whole = laid_back(module, whole)
+                        found.setdefault(name, {})[state] = whole.contiguous()
+    finally:
+        with ranks_agree(position.group):
+            if position.first:
+                shutil.rmtree(parts, ignore_errors=True)
+    return found
 
 
 def _check_folder(folder: Path) -> None:
@@ -99,54 +143,20 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-class StoredWeight:
-    """A tensor of the folder, as a module of the cut model lays it out; read when it is asked for,
-    as the tensors of `pyops.checkpoint.load(folder, lazy=True)` are.
-
-    Args:
-        stored: The folder.
-        name: The tensor there.
-        held: What it is for on this rank.
-    """
-
-    def __init__(self, stored: TorchFolder, name: str, held: Held) -> None:
-        self._stored, self._name = stored, name
-        _, self._module, key, tensor = held
-        self._place = placement_of(self._module, key)
-        self.shape = tuple(tensor.shape) if self._place is None else self._place.global_shape
-        self.dtype = stored.tensors[name][1]
-
-    def read(self) -> Tensor:
-        """The whole tensor."""
-        found = self._stored.read(self._name)
-        return found if self._place is None else laid_out(self._module, found, self._place)
-
-    def compare(self, target: Any = None) -> None:
-        """Read the tensor, for what can't be read must be known before anything is filled: these
-        files have no checksums."""
-        self.read()
-
-    def read_into(self, target: Tensor | Shard | Shards) -> None:
-        """Fill a tensor, or the parts of it that shards are.
-
-        Args:
-            target: Of this tensor's shape; floating dtypes are converted.
-        """
-        whole = self.read()
-        for part in target if isinstance(target, Shards) else (target,):
-            if not isinstance(part, Shard):
-                part.copy_(whole)
-            elif part.is_range:
-                start = part.offset[0]
-                part.tensor.copy_(whole.reshape(-1)[start : start + part.tensor.numel()])
-            else:
-                box = zip(part.offset, part.tensor.shape, strict=True)
-                part.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
+def _stored_weight(stored: TorchFolder, name: str, held: Held) -> RelaidTensor:
+    """A tensor of the folder, which has no checksums, as a module of the cut model lays it out."""
+    _, module, key, tensor = held
+    place, dtype = placement_of(module, key), stored.tensors[name][1]
+    if place is None:
+        return RelaidTensor(lambda: stored.read(name), tuple(tensor.shape), dtype)
+    return RelaidTensor(
+        lambda: laid_out(module, stored.read(name), place), place.global_shape, dtype
+    )
 
 
 def stored_weights(
     model: nn.Module, folder: Path | str, *, key: str | None = None, mesh: Mesh | None = None
-) -> dict[str, StoredWeight]:
+) -> dict[str, RelaidTensor]:
     """What this rank needs of a folder of torch.distributed.checkpoint, for
     `ZeroOptimizer.load_model_state_dict`. Collective: every rank must call it.
 
@@ -185,7 +195,64 @@ def stored_weights(
                     f"{name} is {list(there)} in {folder}, but {list(here)} in the model; choose "
                     "the folder of this model"
                 )
-    return {name: StoredWeight(stored, found[name], each) for name, each in held.items()}
+    return {name: _stored_weight(stored, found[name], each) for name, each in held.items()}
+
+
+def stored_states(
+    model: nn.Module, folder: Path | str, *, key: str, mesh: Mesh | None = None
+) -> dict[str, dict[str, Any]]:
+    """What this rank's optimizer needs of the states in a folder of torch.distributed.checkpoint,
+    for `ZeroOptimizer.load_state_dict`. Collective: every rank must call it.
+
+    Args:
+        model: This rank's part, its modules named as in the whole model.
+        folder: Of which `key` is what torch.distributed.checkpoint.state_dict.
+            get_optimizer_state_dict gave.
+        key: The path of the states in what was saved, such as "optim".
+        mesh: Of all ranks; None: this process has the whole model.
+
+    Returns:
+        {name of a parameter: {name of a state: tensor}}.
+
+    Raises:
+        CheckpointError: The folder can't be read.
+        HubError: On every rank, where a parameter that is trained has no states, or they are of
+            another model.
+    """
+    position = Position.of(mesh)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found: dict[str, dict[str, Any]] = {}
+    with ranks_agree(position.group):
+        stored = TorchFolder(folder)
+        for each in _held(model):
+            name, module, own, tensor = each
+            if name not in trained:
+                continue
+            prefix, whole = f"{key}.state.{name}.", whole_shape(module, own, tensor)
+            of_parameter = {
+                there.removeprefix(prefix): there
+                for there in stored.tensors
+                if there.startswith(prefix)
+            }
+            if not of_parameter:
+                raise HubError(
+                    f"{folder} has no states of {name} under {key!r}; name where the optimizer's "
+                    "state_dict is in it, or leave optimizer= out to take weights alone"
+                )
+            found[name] = {}
+            for state, there in of_parameter.items():
+                shape = stored.tensors[there][0]
+                if shape == whole:
+                    found[name][state] = _stored_weight(stored, there, each)
+                elif math.prod(shape) == 1:  # a count of steps
+                    found[name][state] = stored.read(there)
+                else:
+                    raise HubError(
+                        f"{there} is {list(shape)} in {folder}, of a parameter {list(whole)}; "
+                        "choose the folder of this model, by an optimizer that keeps a number for "
+                        "each of the parameter's"
+                    )
+    return found
 
 
 def _check_names(

@@ -6,13 +6,13 @@ T5                 encoder.block.0 ... encoder.block.5, decoder.block.0 ... deco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from pyops.tensor_parallel.convert.plans import assign, plan_of
 
-__all__ = ["Blocks", "find_block_lists"]
+__all__ = ["Blocks", "compile_blocks", "find_block_lists"]
 
 Blocks = list[tuple[str, nn.Module]]
 
@@ -49,6 +49,17 @@ def find_block_lists(model: nn.Module, given: Sequence[str] | None = None) -> li
         if kind == "blocks" and any(p is not None for p in modules[name].parameters())
     ]
     return found or [_largest_list(model)]
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compile each of these by torch.compile, when it is called: one program serves all that are
+    alike, and a pipeline can be cut between them.
+
+    Args:
+        blocks: Of a model; compiled in place.
+    """
+    for block in blocks:
+        block.compile()
 
 
 def _largest_list(model: nn.Module) -> str:

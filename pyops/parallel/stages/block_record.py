@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyEntry, tree_flatten_with_path, tree_map_with_path
 
-__all__ = ["BlockRecord", "record_blocks"]
+__all__ = ["BlockRecord", "RecordedCalls", "record_blocks"]
 
 KeyPath = tuple[KeyEntry, ...]
 
@@ -58,6 +58,18 @@ class BlockRecord:
         return _with_hidden(self.output, hidden)
 
 
+@dataclass(frozen=True)
+class RecordedCalls:
+    """What one run of a model shows."""
+
+    records: dict[str, BlockRecord]
+    """By the block's name, in the order of their calls."""
+
+    used_around: str | None
+    """What a model does with the hidden states around a block, in words: where they go on past the
+    block, a stage that begins with it does not have them. None: nothing of the sort."""
+
+
 class Marker(Enum):
     """Stands in a template for a value that is filled in later; the same object after pickling."""
 
@@ -73,7 +85,7 @@ def _with_hidden(template: Any, hidden: Tensor) -> Any:
 
 def record_blocks(
     model: nn.Module, blocks: Iterable[tuple[str, nn.Module]], run: Callable[[], Any]
-) -> dict[str, BlockRecord]:
+) -> RecordedCalls:
     """Run the model once and see how its blocks are called.
 
     Args:
@@ -82,7 +94,7 @@ def record_blocks(
         run: Calls the model.
 
     Returns:
-        By the block's name, in the order of their calls.
+        The calls.
 
     Raises:
         ValueError: A block is called twice, or takes and returns no hidden states.
@@ -101,7 +113,23 @@ def record_blocks(
     finally:
         for handle in handles:
             handle.remove()
-    return calls.records
+    return RecordedCalls(calls.records, calls.used_around)
+
+
+def _reaches(result: Tensor, source: Tensor, *, past: Iterable[Tensor]) -> bool:
+    """Whether `result` was computed from `source` by a way that goes through none of `past`."""
+    wanted = source.grad_fn
+    walls = {tensor.grad_fn for tensor in past if tensor is not source} - {wanted}
+    waiting, seen = [result.grad_fn], {None, *walls}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node is wanted:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 class _BlockCalls:
@@ -112,6 +140,9 @@ class _BlockCalls:
         self._carried: dict[str, list[tuple[KeyPath, Tensor]]] = {}
         # Kept, so that the id of a result stays its own.
         self._returned: dict[int, Tensor] = {}
+        self.used_around: str | None = None
+        # Of the last block: its name, and the hidden states that it took.
+        self._last: tuple[str, Tensor] | None = None
 
     def before(
         self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,6 +167,15 @@ class _BlockCalls:
             self._carried[name] = [each for each in tensors if each[1].is_floating_point()][:1]
         if not self._carried[name]:
             raise ValueError(f"block {name} takes no hidden states that have a gradient")
+        hidden = self._carried[name][0][1]
+        if self._last is not None and self.used_around is None:
+            before, taken = self._last
+            if _reaches(hidden, taken, past=self._returned.values()):
+                self.used_around = (
+                    f"what {name} takes is computed from what {before} returned and from what "
+                    f"{before} was given"
+                )
+        self._last = name, hidden
 
     def after(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Of a block that returns."""

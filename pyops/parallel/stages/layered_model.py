@@ -72,6 +72,11 @@ class LayeredModel:
     initialize: Callable[[nn.Module], None] | None = None
     """Gives one module, not its children, its values once it has memory. None: they are there."""
 
+    def blocks(self) -> list[nn.Module]:
+        """The layers that are items of a list, by their names: "blocks.0", but not "head"."""
+        layers = zip(self.names, self.module.layers(), strict=True)
+        return [layer for name, layer in layers if name.rpartition(".")[2].isdigit()]
+
     def shape(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """(rows, tokens) of these arguments of the forward."""
         rows, tokens = arguments[self.inputs].shape[:2]

@@ -34,13 +34,13 @@ def find_layout(model: nn.Module, lists: Sequence[str], example_inputs: Any = No
     Raises:
         ValueError: The model can't be run, or can't be cut between its blocks, with the reason.
     """
-    reasons = []
+    reasons, around = [], None
     for args, kwargs in examples(model, example_inputs):
         if "use_cache" in named_arguments(model):
             kwargs = {**kwargs, "use_cache": False}
         try:
             small = trial_copy(model, torch.float32, list(lists), alike=ALIKE)
-            layout = _record(model, small, lists, args, kwargs)
+            layout, around = _record(model, small, lists, args, kwargs)
             of_small = _with_lengths(layout, small)
             check_cut(small, of_small, args, kwargs)
         except ValueError as error:
@@ -49,6 +49,14 @@ def find_layout(model: nn.Module, lists: Sequence[str], example_inputs: Any = No
             reasons.append(f"{type(error).__name__}: {error}")
         else:
             return layout
+    if around is not None:
+        raise ValueError(
+            f"{type(model).__name__} can't be cut into pipeline stages: {around}, as in a loop "
+            "x = x + block(x), and a stage that begins with a block is sent what the block takes, "
+            "for the block alone; let the block return the sum (class Block: def forward(self, x): "
+            "return x + self.inner(x)), write the model as a pyops.parallel.LayeredModel, or set "
+            "pp to 1"
+        )
     raise ValueError(
         f"{type(model).__name__} can't be cut into pipeline stages: {reasons[0][:600]}; give "
         "example_inputs= (a mapping of arguments' names) if the forward takes others, or set pp to "
@@ -75,7 +83,8 @@ def _record(
     lists: Sequence[str],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> ModelLayout:
+) -> tuple[ModelLayout, str | None]:
+    """How the model calls its blocks, and what it does around them."""
     blocks = [
         (f"{name}.{key}", block)
         for name in lists
@@ -83,7 +92,8 @@ def _record(
     ]
     calls = _SlotCalls(small, blocks, lists)
     with calls.watching():
-        records = record_blocks(small, blocks, lambda: small(*args, **kwargs))
+        recorded = record_blocks(small, blocks, lambda: small(*args, **kwargs))
+    records = recorded.records
     if missing := [name for name, _ in blocks if name not in records]:
         raise ValueError(f"a forward does not call {missing[0]}")
     order = list(dict.fromkeys(name.rpartition(".")[0] for name in records))
@@ -96,7 +106,7 @@ def _record(
                 f"{[len(record.carried) for record in each]} of them"
             )
         found.append(BlockList(name, _length(model, name), each[0], each[-1]))
-    return ModelLayout(tuple(found), calls.slots(order))
+    return ModelLayout(tuple(found), calls.slots(order)), recorded.used_around
 
 
 class _SlotCalls:

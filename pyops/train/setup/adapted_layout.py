@@ -143,7 +143,7 @@ def limits_of(config: Config) -> Limits:
         zero=config.zero.stage,
         most=(
             int(layers_whole),
-            int(whole or config.train.compile),
+            int(whole),
             parallel.dp,
         ),
         **memory,

@@ -34,6 +34,7 @@ from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.models import GPT
 from pyops.onebit import OneBitConfig, OneBitLAMBConfig, ZeroOneConfig
+from pyops.parallel.stages.block_lists import compile_blocks
 from pyops.precision import PRECISIONS
 
 __all__ = [
@@ -97,7 +98,7 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
     """The model with its first values; its layers are shared by the ranks of the axis "tp".
 
     Where `is_planned`, it is on the meta device: `pyops.parallel.parallelize` gives it memory and
-    values part by part, and recomputes what [recompute] names.
+    values part by part, recomputes what [recompute] names, and compiles its blocks.
 
     Raises:
         ConfigError: The ranks can't share the heads; or [recompute] names no module.
@@ -114,10 +115,10 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
         )
     except ValueError as error:
         raise ConfigError(f"parallel.tp is {config.parallel.tp}: {error}") from None
-    if config.train.compile:
-        model.compile()
     if config.recompute.modules and not later:
         recompute_modules(model, config.recompute)
+    if config.train.compile and not later:
+        compile_blocks(model.blocks)
     return model
 
 

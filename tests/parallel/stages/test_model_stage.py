@@ -175,6 +175,44 @@ class Skips(nn.Module):
         return x
 
 
+class Around(nn.Module):
+    """A loop that adds what a block returns to what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + 0.5 * block(x)
+        return x
+
+
+def test_a_loop_that_goes_around_its_blocks_is_told_what_to_change():
+    with pytest.raises(ValueError) as caught:
+        find_layout(Around(), ["blocks"], torch.randn(2, 8))
+    said = str(caught.value)
+    assert "what blocks.1 takes is computed from what blocks.0 returned and from what" in said
+    assert "let the block return the sum" in said
+    assert "LayeredModel" in said
+
+
+class After(Around):
+    """Nothing goes around a block: what is done to its result is done where it was computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = 2.0 * block(x).clamp(max=0.9)
+        return x
+
+
+def test_what_is_done_to_the_result_of_a_block_can_be_cut():
+    assert find_layout(After(), ["blocks"], torch.randn(2, 8)).num_blocks == 4
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [(Between, "norm has parameters"), (Twice, "called twice"), (Skips, "hand on")],
