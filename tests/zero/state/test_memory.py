@@ -34,6 +34,7 @@ def bytes_of_tensors() -> int:
         if (
             isinstance(found, torch.Tensor)
             and found.device.type == "cpu"
+            and found.layout == torch.strided
             and not isinstance(found, ReducedGradient)
         ):
             storage = found.untyped_storage()
