@@ -213,7 +213,7 @@ def test_losses_do_not_depend_on_the_layout(name, plan, steps, world):
 def test_stages_whose_ranks_share_tokens(name, plan, world):
     """The first steps of runs that the full grid takes to their end."""
     for losses in world(4).run(first_steps, name, PLANS[plan][1], DROPOUT[name]):
-        close(losses, alone(name)[:4])
+        close(losses, alone(name, STEPS)[:4])
 
 
 def gathers_of_a_step(rank: int, group: object, once: bool) -> tuple[int, int]:
