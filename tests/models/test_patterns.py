@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyops import recompute
 from pyops.attention import BigBird, document_ids, interpolate_positions
 from pyops.mesh import ALONE
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig
 from tests.models.families import FAMILIES
+from tests.square_tensors import SquareTensors
 
 pytestmark = pytest.mark.cpu_only
 
@@ -188,23 +188,6 @@ def test_longer_positions_of_a_model_with_a_pattern():
     assert model(tokens(1, 160)).shape == (1, 160, 19)
 
 
-class LargeTensors(TorchDispatchMode):
-    """Notes operators that make a tensor of `length` x `length` or more numbers in its last two
-    dimensions."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length, self.found = length, set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else [result]:
-            sides = each.shape[-2:] if isinstance(each, Tensor) and each.dim() > 1 else (0,)
-            if min(sides) >= self.length:
-                self.found.add(f"{func} {list(each.shape)}")
-        return result
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_step_makes_scores(name: str):
     """Every tensor of a training step, with dropout, padding, biases by distance and a pattern, is
@@ -226,7 +209,7 @@ def test_no_step_makes_scores(name: str):
         return torch.randint(5, shape, generator=generator)
 
     given, targets = drawn(2, length), drawn(2, length)
-    with LargeTensors(length) as large:
+    with SquareTensors(length) as square:
         if name == "vit":
             model.set_dropout(2, seed=1, step=0)
             loss = model.loss(torch.randn(2, 3, 20, 20), targets[:, 0])
@@ -238,7 +221,7 @@ def test_no_step_makes_scores(name: str):
             named = {"mask": given != 3} if name in ("bert", "roformer") else {}
             loss = model.loss(given, targets, **named)
         loss.backward()
-    assert not large.found
-    with LargeTensors(length) as large:
+    assert not square.found
+    with SquareTensors(length) as square:
         torch.ones(length, 1) @ torch.ones(1, length)
-    assert large.found, "the mode sees nothing"
+    assert square.found, "the mode sees nothing"

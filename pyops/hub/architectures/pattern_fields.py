@@ -12,13 +12,13 @@ from pyops.hub.folder_files import HubError
 __all__ = ["PATTERN_KEYS", "pattern_fields", "with_pattern"]
 
 PATTERN_KEYS = ("pyops_pattern", "pyops_pattern_block")
+BLOCK = 64  # where config.json does not say
 
 
 def pattern_fields(config: Any) -> dict[str, Any]:
     """What config.json says of the pattern of a configuration of ours; nothing without one."""
-    if not getattr(config, "pattern", ""):
-        return {}
-    return dict(zip(PATTERN_KEYS, (config.pattern, config.pattern_block), strict=True))
+    found = (getattr(config, "pattern", ""), getattr(config, "pattern_block", BLOCK))
+    return {} if found == ("", BLOCK) else dict(zip(PATTERN_KEYS, found, strict=True))
 
 
 def with_pattern(config: Any, fields: ConfigFields) -> Any:
@@ -37,5 +37,5 @@ def with_pattern(config: Any, fields: ConfigFields) -> Any:
             f"config.json has {text_key} = {str(text)[:80]!r}; it must be a text of a pattern, of "
             "a GPT or a BERT: take it out"
         )
-    block = fields.integer(block_key, 64, most=1 << 20)
+    block = fields.integer(block_key, BLOCK, most=1 << 20)
     return replace(config, pattern=text, pattern_block=block)

@@ -159,7 +159,8 @@ class KeyedStream(nn.Module):
             RuntimeError: No state was set.
         """
         if device.type == "meta":
-            return AttentionDropout(p, torch.empty(2, dtype=torch.int64, device=device))
+            state = torch.empty(2, dtype=torch.int64, device=device)
+            return AttentionDropout(p, state, row_stride=0)
         state, _, stride = self._counters(shape, device)
         return AttentionDropout(p, state, row_stride=stride)
 
