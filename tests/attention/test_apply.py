@@ -24,7 +24,9 @@ from pyops.attention import (
     apply,
     from_mask_function,
 )
+from pyops.mesh import ALONE
 from pyops.ops.attention import AttentionMask, attention
+from pyops.parallel.dropout.keyed_dropout import key_dropout, set_keyed_dropout
 from pyops.tensor_parallel import parallelize
 
 pytestmark = pytest.mark.cpu_only
@@ -177,21 +179,34 @@ def test_dropout_comes_from_torchs_generator():
     assert torch.equal(drawn(1), drawn(2))
 
 
-def on_rank(rank: int, group: Any, name: str) -> Tensor:
-    model = made({"llama": llama, "gpt2": gpt2, "bert": bert}[name]).eval()
-    if group is not None:
-        parallelize(model, group=group)
-    apply(model, PATTERN, block=BLOCK)
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens()).logits
-    return logits
+DROPPING = {
+    "llama": (llama, {"attention_dropout": 0.3}),
+    "gpt2": (gpt2, {"attn_pdrop": 0.3}),
+    "bert": (bert, {"attention_probs_dropout_prob": 0.3}),
+}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_ranks_see_the_pattern_of_their_heads(name: str, world):
-    alone = on_rank(0, None, name)
-    for found in world(2).run(on_rank, name):
-        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-9)
+def on_rank(rank: int, group: Any, step: int = 0) -> dict[str, Tensor]:
+    """Logits of each model, whose heads differ, and whose dropout is keyed."""
+    found = {}
+    for name, (function, options) in DROPPING.items():
+        model = made(function, **options).train()
+        if group is not None:
+            parallelize(model, group=group)
+        key_dropout(model, group=ALONE if group is None else group)
+        apply(model, PATTERN, block=BLOCK)
+        set_keyed_dropout(model.named_modules(), seed=1, step=step, first_row=5)
+        with torch.no_grad():
+            found[name] = model(input_ids=tokens()).logits
+    return found
+
+
+def test_ranks_see_the_pattern_of_their_heads_and_drop_the_same(world):
+    alone, other = on_rank(0, None), on_rank(0, None, 1)
+    for found in world(2).run(on_rank):
+        for name in DROPPING:
+            torch.testing.assert_close(found[name], alone[name], rtol=1e-9, atol=1e-9)
+            assert not torch.allclose(alone[name], other[name]), "nothing is dropped"
 
 
 def test_what_is_refused_before_anything_changes():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from pyops import recompute
 from pyops.attention import BigBird, document_ids, interpolate_positions
@@ -186,6 +187,21 @@ def test_longer_positions_of_a_model_with_a_pattern():
     interpolate_positions(model, 160)
     assert model.config.sequence_length == 160
     assert model(tokens(1, 160)).shape == (1, 160, 19)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_one_graph():
+    """Once a layout is there, no graph breaks, and blocks that are alike are one program."""
+    config = GPTConfig(**{**SIZES, "pattern": PATTERN, "num_layers": 3})
+    model = varied(GPT(config, seed=1))
+    given = tokens(2, 80)
+    wanted = model(given)
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(given), wanted)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -120,6 +120,14 @@ class _Attention:
 
     pattern: Pattern
     block: int
+    layouts: dict[tuple[int, int, bool], PatternLayouts] = field(default_factory=dict)
+    """By heads, the first of them, and causality."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _layouts_of(self, part: tuple[int, int, bool]) -> PatternLayouts:
+        heads, first_head, causal = part
+        made = PatternLayouts(self.pattern, heads, first_head, self.block, causal)
+        return self.layouts.setdefault(part, made)
 
     def __post_init__(self) -> None:
         PatternLayouts(self.pattern, heads=1, block=self.block)  # which refuses what is none
@@ -138,13 +146,11 @@ class _Attention:
         causal = options.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
         _check_call(module, q, k, v, causal, attention_mask, options)
-        layouts = PatternLayouts(
-            self.pattern,
-            heads=q.shape[2],
-            first_head=_first_head(module, q) if self.pattern.differs_by_head else 0,
-            block=self.block,
-            causal=causal,
-        )
+        first_head = _first_head(module, q) if self.pattern.differs_by_head else 0
+        part = (q.shape[2], first_head, causal)
+        layouts = self.layouts.get(part)
+        if layouts is None:
+            layouts = self._layouts_of(part)
         mask, before = _mask(layouts, T, S, q.device, attention_mask)
         bias = options.get("position_bias")
         if before:  # queries of the same block, which are left out again

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.attention import Pattern, PatternLayouts
+from pyops.attention.layouts import shared_layouts
 from pyops.ops.attention import BlockLayout
 from pyops.ops.layers.dropout import dropout_state
 from pyops.ops.layers.rotary import rotary as turn
@@ -161,13 +162,8 @@ class ParallelAttention(nn.Module):
 
     def _layouts(self, pattern: Pattern, config: AttentionConfig) -> PatternLayouts:
         """Of the heads of this rank, those of padding among them."""
-        return PatternLayouts(
-            pattern,
-            heads=self.output.weight.shape[1] // self.head_dim,
-            first_head=self.first_head,
-            block=config.pattern_block,
-            causal=config.causal,
-        )
+        heads = self.output.weight.shape[1] // self.head_dim
+        return shared_layouts(pattern, heads, self.first_head, config.pattern_block, config.causal)
 
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
         """Draws all weights anew from the streams (seed, name + ".qkv.weight") and so on; biases
@@ -259,9 +255,12 @@ class ParallelAttention(nn.Module):
     def _layout(self, T: int, q: Tensor, past: KVCache | None) -> BlockLayout | None:
         if self.layouts is None:
             return None
+        layout: BlockLayout
         if past is not None and len(past):
-            return self.layouts.last_query(len(past) + T, q.device)
-        return self.layouts.of(T, q.device)
+            layout = self.layouts.last_query(len(past) + T, q.device)
+        else:
+            layout = self.layouts.of(T, q.device)
+        return layout
 
     def _shape(self, x: Tensor, shape: Shape | None, what: str) -> Shape:
         if not self.plan.sequence_parallel:
