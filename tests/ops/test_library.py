@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import pyops.ops
 from pyops.ops import library
@@ -120,6 +121,22 @@ def test_kernel_agrees_with_reference_on_the_sample(op: str, device: torch.devic
         torch.testing.assert_close(
             actual, expected, rtol=2**-7 if actual.dtype == torch.bfloat16 else 1e-3, atol=1e-6
         )
+
+
+# Of the samples: 2 B H T S K for each product, which attention alone has.
+PRODUCT = 2 * 2 * 4 * 6 * 9 * 8
+COUNTED = {"attention_forward": 2 * PRODUCT, "attention_backward": 5 * PRODUCT}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_counted_flops(op: str):
+    args, kwargs = SAMPLES[op](torch.device("cpu"))
+    call = getattr(torch.ops.pyops, op)
+    assert call in flop_registry
+    with FlopCounterMode(display=False) as counter:
+        call.default(*args, **kwargs)
+    assert counter.get_flop_counts()["Global"] == {call: COUNTED.get(op, 0)}
 
 
 def test_table_agrees_with_reference_but_for_pointers(device: torch.device):

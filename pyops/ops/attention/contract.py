@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from pyops.ops.attention.arguments import AttentionBias, AttentionDropout, AttentionMask
 from pyops.ops.attention.checks import check_attention
@@ -191,12 +190,30 @@ def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     return *found, *(None,) * (len(Operands._fields) - 2)
 
 
+def _products(q: Any, k: Any, count: int) -> int:
+    """Multiplications and additions of `count` products of T x S x K, the masked part included, as
+    torch counts its own attention."""
+    B, T, H, K = q
+    return 2 * count * int(B * H * T * k[1] * K)
+
+
+def _forward_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
+    return _products(q, k, 2)
+
+
+def _backward_flops(
+    dy: Any, dlse: Any, y: Any, lse: Any, q: Any, k: Any, *_: Any, **__: Any
+) -> int:
+    return _products(q, k, 5)
+
+
 define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {TENSORS}, *, {NUMBERS}) -> (Tensor, Tensor)",
     reference=attention_forward_reference,
     fake=_fake,
     backward=_backward,
     setup_context=_save,
+    flops=_forward_flops,
 )
 define(
     "attention_backward(Tensor dy, Tensor? dlse, Tensor y, Tensor lse, Tensor q, Tensor k, Tensor v"
@@ -205,23 +222,5 @@ define(
     reference=attention_backward_reference,
     fake=_fake_backward,
     backward=no_second_derivative,
+    flops=_backward_flops,
 )
-
-
-def _products(q: Any, k: Any, count: int) -> int:
-    """Multiplications and additions of `count` products of T x S x K, the masked part included, as
-    torch counts its own attention."""
-    B, T, H, K = q
-    return 2 * count * int(B * H * T * k[1] * K)
-
-
-@register_flop_formula(torch.ops.pyops.attention_forward)
-def _forward_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
-    return _products(q, k, 2)
-
-
-@register_flop_formula(torch.ops.pyops.attention_backward)
-def _backward_flops(
-    dy: Any, dlse: Any, y: Any, lse: Any, q: Any, k: Any, *_: Any, **__: Any
-) -> int:
-    return _products(q, k, 5)
