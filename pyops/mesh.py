@@ -259,11 +259,11 @@ class Mesh:
                     f"{asked[other]}; the first call for several axes is made by all ranks "
                     "together, with the same axes"
                 )
-            found = None
+            found: dist.ProcessGroup | None = None
             for line in self.axes.lines(names):
-                group = dist.new_group(line)
+                made = dist.new_group(line)
                 if dist.get_rank() in line:
-                    found = group
+                    found = made
         assert found is not None
         return found
 
