@@ -50,19 +50,21 @@ def packed(folder: Path, name: str, **changes: Any) -> Config:
     return dataclasses.replace(plain, model=model, data=data, **changes)
 
 
-def one_by_one(config: Config, rows: dict[str, torch.Tensor]) -> float:
-    """Nats per target, of each document alone, by the first values of the model."""
+def one_by_one(config: Config, rows: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Nats per target and the gradient's norm, of each document alone, by the first values of the
+    model."""
     model = GPT(dataclasses.replace(config.model, pattern=""), seed=config.train.seed).eval()
-    total = count = 0.0
+    total, count = torch.zeros(()), 0
     for tokens, targets, ids in zip(
         rows["tokens_BT"], rows["targets_BT"], rows["documents_BT"], strict=True
     ):
         for number in range(int(ids.max()) + 1):
             own = ids == number
-            nats = model.loss(tokens[own][None], targets[own][None], reduction="sum")
-            total += nats.item()
+            total = total + model.loss(tokens[own][None], targets[own][None], reduction="sum")
             count += int((targets[own] != -100).sum())
-    return total / count
+    (total / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return total.item() / count, norm.item()
 
 
 def test_losses_are_those_of_the_documents_one_by_one(tmp_path):
@@ -76,7 +78,9 @@ def test_losses_are_those_of_the_documents_one_by_one(tmp_path):
     assert batches.rows.fill > 0.9
     first = batches.next()
     assert (first["documents_BT"] > 0).any(), "no row has two documents"
-    assert losses(config)[0] == pytest.approx(one_by_one(config, first), rel=1e-5)
+    nats, norm = one_by_one(config, first)
+    assert losses(config)[0] == pytest.approx(nats, rel=1e-5)
+    assert norms(config)[0] == pytest.approx(norm, rel=1e-4)
     assert (config.folder / "sample.txt").read_text()
     held_out = packed_validation_rows(corpus, num_sequences=6, **part)
     assert len(held_out["tokens_BT"]) > 1

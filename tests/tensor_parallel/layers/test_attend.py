@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyops.attention import BigBird, Fixed, Longformer, PatternLayouts, SlidingWindow, Variable
 from pyops.ops.layers.dropout import dropout_state
+from pyops.tensor_parallel import RelativeBias, RelativeBiasConfig
 from pyops.tensor_parallel.functional.scores import (
     DistanceBias,
     ScoreDropout,
@@ -27,8 +28,11 @@ B, T, H, G, K = 2, 37, 4, 2, 8
 
 
 def layout_of(device: torch.device, *, causal: bool) -> Any:
-    pattern = BigBird(num_random_blocks=1, different_layout_per_head=True)
-    return PatternLayouts(pattern, heads=H, block=16, causal=causal).of(T, device)
+    """Each head has its own block, and one at random."""
+    pattern = BigBird(1, 1, num_global_blocks=0, different_layout_per_head=True)
+    layout = PatternLayouts(pattern, heads=H, block=16, causal=causal).of(T, device)
+    assert layout.tokens().unique(dim=0).shape[0] > 1
+    return layout
 
 
 def key_mask(device: torch.device) -> Tensor:
@@ -116,6 +120,25 @@ def test_the_same_as_explicit_scores(seen: str, bias: str, dropped: bool, device
         torch.testing.assert_close(
             found, wanted, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: n + m
         )
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_relative_bias_is_its_scores(bidirectional: bool, device: torch.device):
+    config = RelativeBiasConfig(num_buckets=8, max_distance=9, bidirectional=bidirectional, std=1.0)
+    layer = RelativeBias(H, config, device=device, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(B, T, H, K, generator=generator, dtype=torch.float64).to(device)
+        for _ in range(3)
+    )
+    found = attend(q, k, v, scale=0.4, bias=layer())
+    wanted = attend(q, k, v, scale=0.4, bias=layer.scores(T, T))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    (gradient,) = torch.autograd.grad(found.square().sum(), layer.weight)
+    used = layer.scores(T, T).unique().numel() // H
+    assert int((gradient != 0).all(1).sum()) == used >= 7
+    with pytest.raises(TypeError, match=r"`scores\(queries, keys\)` for the tensor"):
+        layer(T, T)
 
 
 @pytest.mark.cpu_only
