@@ -4,6 +4,7 @@ queries x keys is made on the way."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_memory_is_linear_in_the_length():
         """Bytes of the inputs; the most that a step takes beside them goes to `peaks`."""
         qkv = [torch.full((1, tokens, H, 64), 0.1, requires_grad=True) for _ in range(3)]
         dy = torch.ones_like(qkv[0])
-        hides = {"documents": ids, "layout": layout} if tokens == T else {}
+        hides: dict[str, Any] = {"documents": ids, "layout": layout} if tokens == T else {}
         resident = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         y = ops.attention(
