@@ -12,7 +12,7 @@ __all__ = ["SquareTensors"]
 
 class SquareTensors(TorchDispatchMode):
     """Within, notes operators that make a tensor of `length` x `length` or more numbers in its last
-    two dimensions.
+    two dimensions; not those that repeat a smaller one by a stride of 0.
 
     Attributes:
         found: Their names, and the shapes.
@@ -25,7 +25,8 @@ class SquareTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (tuple, list)) else [result]:
-            sides = each.shape[-2:] if isinstance(each, Tensor) and each.dim() > 1 else (0,)
-            if min(sides) >= self.length:
+            if not isinstance(each, Tensor) or each.dim() < 2 or 0 in each.stride()[-2:]:
+                continue
+            if min(each.shape[-2:]) >= self.length:
                 self.found.add(f"{func} {list(each.shape)}")
         return result

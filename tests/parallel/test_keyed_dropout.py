@@ -151,6 +151,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"is_causal": True},
     "bool": {"attn_mask": torch.rand(3, 1, T, S, generator=torch.Generator().manual_seed(1)) < 0.7},
+    "padding": {"attn_mask": torch.arange(S) < torch.tensor([12, 7, 9])[:, None, None, None]},
+    "padding of all": {"attn_mask": (torch.arange(S) < 7).expand(T, S)},
     "sees nothing": {"attn_mask": torch.arange(T)[:, None] > torch.arange(S)},
     "added": {"attn_mask": torch.linspace(-2, 2, 4 * T * S, dtype=torch.float64).view(4, T, S)},
 }
@@ -343,7 +345,7 @@ def test_attention_makes_no_weights(masked: bool):
             padding = torch.zeros(x.shape[:2], dtype=torch.bool) if masked else None
             y, _ = self.inner(x, x, x, key_padding_mask=padding, need_weights=False)
             heads = y.unflatten(-1, (2, 4)).transpose(1, 2)
-            mask = None if padding is None else ~padding[:, None, None]
+            mask = None if padding is None else (~padding[:, None, None]).expand(-1, 1, 61, 61)
             return functional.scaled_dot_product_attention(
                 heads, heads, heads, attn_mask=mask, dropout_p=0.3
             )
