@@ -213,6 +213,7 @@ define(
     fake=_fake,
     backward=_backward,
     setup_context=_save,
+    triton="attention",
     flops=_forward_flops,
 )
 define(
@@ -222,5 +223,6 @@ define(
     reference=attention_backward_reference,
     fake=_fake_backward,
     backward=no_second_derivative,
+    triton="attention",
     flops=_backward_flops,
 )
