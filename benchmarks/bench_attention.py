@@ -45,12 +45,14 @@ class Work:
     bias: Tensor | None = None
     """[H, T, T], with a gradient."""
     backward: bool = True
+    width: int = WIDTH
+    """Of a head."""
 
 
 def inputs(work: Work) -> list[Tensor]:
     """q, k and v as [1, T, H, K], and dy."""
     generator = torch.Generator().manual_seed(work.tokens)
-    shape = (1, work.tokens, work.heads, WIDTH)
+    shape = (1, work.tokens, work.heads, work.width)
     return [torch.randn(shape, generator=generator).to(work.device, work.dtype) for _ in range(4)]
 
 
@@ -179,15 +181,16 @@ def gradient_errors(work: Work) -> dict[str, Any]:
     gradient rounded once to 16 bits, with sums in float32."""
     q, k, v, dy = (x.detach()[0, :, 0] for x in inputs(work))
     later = torch.ones(work.tokens, work.tokens, dtype=torch.bool, device=q.device).triu(1)
+    later &= bool(work.theirs.get("is_causal"))
 
     def explicit(wide: torch.dtype, rounded: bool) -> list[Tensor]:
         a, b, c, d = (x.to(wide) for x in (q, k, v, dy))
-        weights = (a @ b.t() * WIDTH**-0.5).masked_fill(later, -torch.inf).softmax(-1)
+        weights = (a @ b.t() * work.width**-0.5).masked_fill(later, -torch.inf).softmax(-1)
         dp = d @ c.t()
         ds = weights * (dp - (weights * dp).sum(-1, keepdim=True))
         if rounded:
             ds, weights = (x.to(work.dtype).to(wide) for x in (ds, weights))
-        found = [ds.t() @ a * WIDTH**-0.5, weights.t() @ d]
+        found = [ds.t() @ a * work.width**-0.5, weights.t() @ d]
         return [x.to(work.dtype) if rounded else x for x in found]
 
     exact = explicit(torch.float64, rounded=False)

@@ -12,7 +12,7 @@ from pyops.ops.attention import AttentionBias, AttentionMask, attention_with_lse
 from tests.attention.block_sets import blocks_of
 from tests.ops.attention.cases import explicit
 
-pytestmark = pytest.mark.cpu_only  # no kernel for CUDA yet
+pytestmark = pytest.mark.cpu_only  # of CUDA: tests/ops/triton/interpret_attention.py
 
 SIX: tuple[Pattern, ...] = (
     Dense(),

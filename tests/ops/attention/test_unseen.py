@@ -16,7 +16,7 @@ from tests.ops.attention.cases import seen_tokens, state_at
 from tests.ops.attention.test_attention import masks, qkv_of
 from tests.ops.conftest import isa  # noqa: F401 - a fixture, found by name
 
-pytestmark = pytest.mark.cpu_only  # no kernel for CUDA yet
+pytestmark = pytest.mark.cpu_only  # of CUDA: tests/ops/triton/interpret_attention.py
 
 
 def of_query(t: int, qkv: list[Tensor], mask: AttentionMask, dy: Tensor) -> list[Tensor]:
