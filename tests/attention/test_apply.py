@@ -28,6 +28,7 @@ from pyops.mesh import ALONE
 from pyops.ops.attention import AttentionMask, attention
 from pyops.parallel.dropout.keyed_dropout import key_dropout, set_keyed_dropout
 from pyops.tensor_parallel import parallelize
+from tests.square_tensors import SquareTensors
 
 pytestmark = pytest.mark.cpu_only
 
@@ -107,7 +108,9 @@ def test_the_model_with_the_pattern_as_a_mask(function: Any, causal: bool):
     wanted = differentiated(mask)
     name = apply(model, PATTERN, block=BLOCK)
     assert model.config._attn_implementation == name
-    found = differentiated(padding)
+    with SquareTensors(LENGTH) as square:
+        found = differentiated(padding)
+    assert not [each for each in square.found if each.endswith(f"{LENGTH}, {LENGTH}]")]
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(dense, found[0]), "the pattern hides nothing"
