@@ -117,6 +117,7 @@ def test_the_model_with_the_pattern_as_a_mask(function: Any, causal: bool):
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(dense, found[0]), "the pattern hides nothing"
+    assert "pyops" not in model.config.to_json_string()
     assert apply(model, PATTERN, block=BLOCK) == name
     assert apply(model, PATTERN, block=32) != name
     model.set_attn_implementation("sdpa")
