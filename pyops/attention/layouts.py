@@ -1,9 +1,11 @@
 """PatternLayouts: the layouts that a layer of attention asks for, one for each length, kept.
 
-layouts = PatternLayouts(BigBird(), heads=4, first_head=8, causal=True)
-layouts.of(1024, device)           of a whole sequence
-layouts.last_query(1025, device)   of one query that follows 1024 tokens
-layouts.rows(1024, 1100, device)   of the blocks of queries from token 1024 on
+    layouts = PatternLayouts(BigBird(), heads=4, first_head=8, causal=True)
+    layouts.of(1024, device)           of a whole sequence
+    layouts.last_query(1025, device)   of one query that follows 1024 tokens
+    layouts.rows(1024, 1100, device)   of the blocks of queries from token 1024 on
+
+Layers that are alike share what is built.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ class PatternLayouts:
     causal: bool = False
     """Whether no query sees a later key. A sequence then has the first rows of the layout of any
     longer one, so that a token sees the same keys whatever follows it."""
-
     kept: dict[tuple[int, torch.device], BlockLayout] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import pyops.parallel
 from pyops.attention import (
     BigBird,
     Fixed,
@@ -26,8 +27,11 @@ from pyops.attention import (
 )
 from pyops.mesh import ALONE
 from pyops.ops.attention import AttentionMask, attention
+from pyops.optim import AdamW
+from pyops.parallel import ParallelPlan
 from pyops.parallel.dropout.keyed_dropout import key_dropout, set_keyed_dropout
 from pyops.tensor_parallel import parallelize
+from tests.square_tensors import SquareTensors
 
 pytestmark = pytest.mark.cpu_only
 
@@ -107,10 +111,13 @@ def test_the_model_with_the_pattern_as_a_mask(function: Any, causal: bool):
     wanted = differentiated(mask)
     name = apply(model, PATTERN, block=BLOCK)
     assert model.config._attn_implementation == name
-    found = differentiated(padding)
+    with SquareTensors(LENGTH) as square:
+        found = differentiated(padding)
+    assert not [each for each in square.found if each.endswith(f"{LENGTH}, {LENGTH}]")]
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(dense, found[0]), "the pattern hides nothing"
+    assert "pyops" not in model.config.to_json_string()
     assert apply(model, PATTERN, block=BLOCK) == name
     assert apply(model, PATTERN, block=32) != name
     model.set_attn_implementation("sdpa")
@@ -337,3 +344,27 @@ def test_longformer_of_transformers_is_an_oracle():
     found = attention(q, k, v, mask=mask).flatten(2)
     seen = padding == 0  # queries that are padding are zero there
     torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-5, atol=1e-5)
+
+
+def steps(rank: int, group: Any, plan: ParallelPlan) -> list[float]:
+    """Losses of two steps with dropout."""
+    torch.manual_seed(1)
+    model = llama(attention_dropout=0.3)
+    apply(model, PATTERN, block=BLOCK)
+    trainer = pyops.parallel.parallelize(
+        model, plan, optimizer=lambda parameters: AdamW(parameters, lr=1e-2)
+    )
+    rows = tokens(4).chunk(trainer.mesh.size("dp"))[trainer.mesh.rank("dp")]
+    return [trainer.step({"input_ids": rows, "labels": rows}) for _ in range(2)]
+
+
+def test_any_plan_gives_the_losses_of_one_process(world):
+    alone = steps(0, None, ParallelPlan())
+    assert alone[1] < alone[0] - 0.01
+    for plan in (
+        ParallelPlan(pp=2),
+        ParallelPlan(tp=2, sequence_parallel=True),
+        ParallelPlan(recompute=("model.layers.*",)),
+    ):
+        for found in world(2).run(steps, plan):
+            assert found == pytest.approx(alone, abs=1e-5), plan

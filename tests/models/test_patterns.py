@@ -192,7 +192,7 @@ def test_longer_positions_of_a_model_with_a_pattern():
 @pytest.mark.slow
 def test_compiled_blocks_are_one_graph():
     """Once a layout is there, no graph breaks, and blocks that are alike are one program."""
-    config = GPTConfig(**{**SIZES, "pattern": PATTERN, "num_layers": 3})
+    config = GPTConfig(**{**SIZES, "pattern": PATTERN})
     model = varied(GPT(config, seed=1))
     given = tokens(2, 80)
     wanted = model(given)

@@ -110,7 +110,7 @@ def attend(
     _check_mask(seen.mask)
     if bias is None and dropout is None and all(field is None for field in seen[1:]):
         return _by_torch(q, k, v, scale=scale, causal=seen.causal)
-    if q.device.type == "cuda" and not has_kernel("attention_forward", "cuda"):
+    if q.device.type == "cuda" and not _cuda_has_kernel():
         return attend_by_scores(q, k, v, scale=scale, seen=seen, bias=bias, dropout=dropout)
     keys, scores = seen.mask, bias if isinstance(bias, Tensor) else None
     distance = bias if isinstance(bias, DistanceBias) else DistanceBias()
@@ -133,6 +133,11 @@ def attend(
         if dropout is None
         else AttentionDropout(dropout.p, dropout.state, row_stride=dropout.row_stride),
     ).flatten(2)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _cuda_has_kernel() -> bool:
+    return has_kernel("attention_forward", "cuda")
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
