@@ -51,6 +51,7 @@ _ROOMS = frozenset(
         "hf",
         "elastic",
         "parallel",
+        "plan",
         "config",
         "train",
         "cli",
