@@ -5,7 +5,7 @@
     micro-batch: powers of two                       recompute: nothing, attention, blocks
 
 Layouts whose times differ by less than a percent are alike: that with fewer axes is taken, and of
-these that with less memory.
+these that whose micro-batches are large enough, and that with less memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = ["Found", "Options", "Priced", "search"]
 
 STAGES = (2, 3, 4, 6, 8)  # of a rank, with the schedules that have several
 ALIKE = 0.01  # of the time
+ENOUGH_TOKENS = 8192  # of a micro-batch: with fewer the host has too little time to launch kernels
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Options:
     """Bytes of an element's optimizer states; 8: Adam's."""
     memory_part: float = 0.92
     """Which part of a device's memory may be used."""
+    recompute: tuple[str, ...] = RECOMPUTE
+    """What may be computed again, of `pyops.plan.layout.RECOMPUTE`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Layout` that must have a value: {"tp": 2}."""
 
@@ -56,6 +59,8 @@ class Options:
             raise PlanError(
                 f"memory_part is {self.memory_part!r}; give a number above 0, up to 1, such as 0.92"
             )
+        if strange := [each for each in self.recompute if each not in RECOMPUTE]:
+            raise PlanError(f"recompute has {strange[0]!r}; choose among {', '.join(RECOMPUTE)}")
         if not self.optimizer_bytes >= 0:
             raise PlanError(
                 f"optimizer_bytes is {self.optimizer_bytes!r}; give 8 for Adam, 4 for momentum, 0"
@@ -133,7 +138,7 @@ def _layouts(case: Case, options: Options, batch: int) -> Iterator[Layout]:
     """All that make a whole grid and share the rows of a batch."""
     ranks = case.cluster.num_devices
     recomputes = tuple(
-        each for each in RECOMPUTE if each != "attention" or case.shape.attention_dropout
+        each for each in options.recompute if each != "attention" or case.shape.attention_dropout
     )
     pipelines = list(_pipelines(case, ranks))
     for t in _widths(case, ranks):
@@ -220,7 +225,15 @@ def search(case: Case, options: Options) -> Found:
         raise PlanError(_nothing(case, options, batch))
     fitting.sort(key=lambda each: each.seconds)
     alike = [each for each in fitting if each.seconds <= (1.0 + ALIKE) * fitting[0].seconds]
-    alike.sort(key=lambda each: (each.layout.axes_used, each.layout.zero == 3, each.memory.total))
+    rows = case.shape.sequence_length
+    alike.sort(
+        key=lambda each: (
+            each.layout.axes_used,
+            each.layout.zero == 3,
+            -min(ENOUGH_TOKENS, rows * each.layout.micro_batch),
+            each.memory.total,
+        )
+    )
     fitting = alike[:1] + [each for each in fitting if each is not alike[0]] if alike else []
     reasons = _reasons(simple, fitting[0], room) if fitting else ()
     return Found(tuple(fitting), smallest, tried, tuple(reasons))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from pyops.parallel import ParallelPlan, PipelineOptions
@@ -19,7 +19,7 @@ from pyops.plan.laws import SyncSGD
 from pyops.plan.layout import PYOPS, SEVERAL_STAGES, Layout, Software
 from pyops.plan.layout_search import Found, Options, Priced, search
 from pyops.plan.rank_memory import Memory
-from pyops.plan.shapes import ModelShape, PlanError
+from pyops.plan.shapes import ModelShape, PlanError, count
 from pyops.plan.times import Case, StepTime
 from pyops.zero import ZeroConfig
 
@@ -135,6 +135,14 @@ class Plan:
             num_microbatches=layout.num_microbatches if layout.pp == 1 else 1,
         )
 
+    def code(self, *, blocks: str = BLOCKS) -> str:
+        """`parallel_plan` as Python, without what has its default.
+
+        Args:
+            blocks: The names of the model's blocks, where these are computed again.
+        """
+        return _python(self.parallel_plan(blocks=blocks))
+
     def _modules(self, blocks: str) -> tuple[str, ...]:
         names = {"none": (), "attention": (f"{blocks}.attention.core",), "block": (blocks,)}
         return names[self.layout.recompute]
@@ -244,7 +252,9 @@ class Plan:
                 cluster=cluster_of(tree["cluster"], where="cluster").with_devices(
                     tree["num_devices"]
                 ),
-                options=Options(**tree["options"]),
+                options=Options(
+                    **{**tree["options"], "recompute": tuple(tree["options"]["recompute"])}
+                ),
                 best=_of_priced(tree["best"]),
                 runners_up=tuple(_of_priced(each) for each in tree["runners_up"]),
                 num_tried=tree["num_tried"],
@@ -259,6 +269,21 @@ class Plan:
                 f"this is no plan in JSON ({type(error).__name__}: {error}); make one with pyops "
                 "plan --json"
             ) from None
+
+
+def _python(value: Any) -> str:
+    """A dataclass as a call, with the fields that differ from their defaults."""
+    if not is_dataclass(value):
+        return repr(value)
+    kind: Any = type(value)
+    usual = kind()
+    given = {
+        field.name: getattr(value, field.name)
+        for field in fields(value)
+        if getattr(value, field.name) != getattr(usual, field.name)
+    }
+    inside = ", ".join(f"{name}={_python(each)}" for name, each in given.items())
+    return f"{kind.__name__}({inside})"
 
 
 def _priced(each: Priced) -> dict[str, Any]:
@@ -337,7 +362,7 @@ def _nothing_fits(case: Case, options: Options, found: Found) -> str:
         else f"{more} devices"
     )
     return (
-        f"{case.shape.name} of {case.shape.num_parameters / 1e9:.2f} billion parameters fits on no "
+        f"{case.shape.name} of {count(case.shape.num_parameters)} parameters fits on no "
         f"layout of {case.cluster.num_devices} x {case.cluster.device.name}: the least is "
         f"{nearest.memory.gib:.1f} GiB ({nearest.layout}, ZeRO {nearest.layout.zero}), {short:.1f} "
         f"more than the {room:.1f} that may be used, most of it {most} ({parts[most]:.1f} GiB); "

@@ -17,7 +17,7 @@ from typing import Any
 from pyops.hub.config_fields import ConfigFields
 from pyops.models import GPTConfig
 
-__all__ = ["ModelShape", "PlanError"]
+__all__ = ["ModelShape", "PlanError", "count"]
 
 
 class PlanError(ValueError):
@@ -306,6 +306,18 @@ class ModelShape:
             if type(value) is not kind:
                 raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
         return cls(**values)
+
+
+def count(number: float) -> str:
+    """A number of parameters in words.
+
+    Args:
+        number: Of parameters.
+    """
+    for limit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= limit:
+            return f"{number / limit:.3g} {word}"
+    return f"{number:,.0f}"
 
 
 def _whole(name: str, value: Any, least: int) -> None:

@@ -16,13 +16,14 @@ from pyops.plan.laws import amdahl, gustafson
 from pyops.plan.layout_search import Priced
 from pyops.plan.rank_memory import Memory
 from pyops.plan.result import CONVENTION, Plan
+from pyops.plan.shapes import count
 from pyops.plan.times import StepTime
 
 __all__ = ["bars", "explain", "summary", "table"]
 
 WIDTH = 44  # columns of a bar
 FULL = 0.92  # of the memory; above it a plan is marked
-UNCERTAIN = "times +-25 %: nothing is measured here (pyops plan --measured times this machine)"
+UNCERTAIN = "from peaks and constants fitted to published runs, +-25 %: docs/planner.md"
 DAY = 86400.0
 
 
@@ -94,7 +95,7 @@ def summary(plan: Plan) -> str:
     cluster, shape = plan.cluster, plan.shape
     nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
     return (
-        f"{shape.name}, {shape.num_parameters / 1e9:.3g} billion parameters, on "
+        f"{shape.name}, {count(shape.num_parameters)} parameters, on "
         f"{cluster.num_devices} x {cluster.device.name} ({nodes}), {plan.options.precision}, "
         f"{plan.layout.batch} rows of {shape.sequence_length} tokens a step\n"
         f"{plan.num_tried:,} layouts, {plan.num_fitting:,} fit"

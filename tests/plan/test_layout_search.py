@@ -135,7 +135,7 @@ def test_the_largest_search_is_quick_and_small():
 def test_a_model_that_fits_nowhere_is_told_what_is_missing():
     shape = llama(126, 16384, 128, 53248)
     with pytest.raises(
-        PlanError, match=r"405.85 billion .* fits on no layout of 8 x NVIDIA.* GiB .* more than"
+        PlanError, match=r"406 billion .* fits on no layout of 8 x NVIDIA.* GiB .* more than"
     ):
         of(shape, 8, batch=8)
 
@@ -148,6 +148,7 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing():
         ({"memory_part": 0.0}, r"memory_part is 0.0; give a number above 0, up to 1"),
         ({"memory_part": 1.5}, r"memory_part is 1.5; give a number above 0, up to 1"),
         ({"optimizer_bytes": -4.0}, "optimizer_bytes is -4.0; give 8 for Adam"),
+        ({"recompute": ("all",)}, "recompute has 'all'; choose among none, attention, block"),
         ({"fixed": {"cp": 2}}, "fixed has 'cp', which a layout has not; it has tp"),
         ({"fixed": {"tp": 3}}, r"fixed is tp=3, which no layout of 8 devices with 16 rows"),
         ({"batch": 7}, "batch is 7 rows, which no layout of 8 devices can share"),
