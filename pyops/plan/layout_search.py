@@ -10,7 +10,7 @@ these that whose micro-batches are large enough, and that with less memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -176,11 +176,11 @@ def usual_batch(case: Case) -> int:
 
 
 def price(case: Case, options: Options, layout: Layout) -> Priced:
-    """What a layout takes.
+    """What a layout takes; its time is left out where it does not fit.
 
     Args:
         case: The model, the cluster, the program.
-        options: The optimizer and the precision.
+        options: The optimizer, and the part of the memory that may be used.
         layout: How the training is shared out.
     """
     taken = memory(
@@ -191,7 +191,8 @@ def price(case: Case, options: Options, layout: Layout) -> Priced:
         device=case.cluster.device,
         optimizer_bytes=options.optimizer_bytes,
     )
-    return Priced(layout, taken, step_time(case, layout))
+    fits = taken.total <= options.memory_part * case.cluster.device.memory_gib * GIB
+    return Priced(layout, taken, step_time(case, layout) if fits else StepTime())
 
 
 def search(case: Case, options: Options) -> Found:
@@ -252,33 +253,38 @@ def _nothing(case: Case, options: Options, batch: int) -> str:
     )
 
 
-STRATEGIES: dict[str, Callable[[Layout], bool]] = {
-    "one rank a copy, whole (dp)": lambda x: x.tp == x.pp == 1 and x.zero == 0,
-    "ZeRO 1 alone": lambda x: x.tp == x.pp == 1 and x.zero == 1,
-    "ZeRO 2 alone": lambda x: x.tp == x.pp == 1 and x.zero == 2,
-    "ZeRO 3 alone": lambda x: x.tp == x.pp == 1 and x.zero == 3,
-    "tp alone": lambda x: x.tp > 1 and x.pp == x.dp == 1,
-    "pp alone": lambda x: x.pp > 1 and x.tp == x.dp == 1,
-    "tp and dp": lambda x: x.tp > 1 and x.pp == 1 and x.dp > 1,
-    "pp and dp": lambda x: x.pp > 1 and x.tp == 1 and x.dp > 1,
-    "tp and pp": lambda x: x.tp > 1 and x.pp > 1 and x.dp == 1,
-    "tp, pp and dp": lambda x: x.tp > 1 and x.pp > 1 and x.dp > 1,
+# By whether there are ranks of tp, of pp and of dp.
+STRATEGIES = {
+    (False, False, False): "one rank",
+    (False, False, True): "one rank a copy, whole (dp)",
+    (True, False, False): "tp alone",
+    (False, True, False): "pp alone",
+    (True, False, True): "tp and dp",
+    (False, True, True): "pp and dp",
+    (True, True, False): "tp and pp",
+    (True, True, True): "tp, pp and dp",
 }
+ONLY_COPIES = ("one rank a copy, whole (dp)", *(f"ZeRO {stage} alone" for stage in (1, 2, 3)))
+ORDER = (*ONLY_COPIES, *(name for name in STRATEGIES.values() if name not in ONLY_COPIES))
+
+
+def _strategy(layout: Layout) -> str:
+    if layout.tp == layout.pp == 1 < layout.dp:
+        return ONLY_COPIES[layout.zero]
+    return STRATEGIES[layout.tp > 1, layout.pp > 1, layout.dp > 1]
 
 
 def _keep(simple: dict[str, Priced], priced: Priced, room: float) -> None:
-    for name, belongs in STRATEGIES.items():
-        if not belongs(priced.layout):
-            continue
-        best = simple.get(name)
-        fits = priced.memory.total <= room
-        if best is None:
+    """Of each strategy, the fastest that fits, or that which takes least."""
+    name = _strategy(priced.layout)
+    best = simple.get(name)
+    if best is None:
+        simple[name] = priced
+    elif best.memory.total <= room:
+        if priced.memory.total <= room and priced.seconds < best.seconds:
             simple[name] = priced
-        elif best.memory.total <= room:
-            if fits and priced.seconds < best.seconds:
-                simple[name] = priced
-        elif priced.memory.total < best.memory.total:
-            simple[name] = priced
+    elif priced.memory.total < best.memory.total:
+        simple[name] = priced
 
 
 TERMS = {
@@ -297,8 +303,9 @@ TERMS = {
 
 def _reasons(simple: dict[str, Priced], best: Priced, room: float) -> Iterator[tuple[str, str]]:
     """Why each simpler strategy is not the one that was found."""
-    for name, belongs in STRATEGIES.items():
-        if belongs(best.layout):
+    ranks = best.layout.num_ranks
+    for name in ORDER:
+        if name == _strategy(best.layout) or (name == "one rank") == (ranks > 1):
             continue
         other = simple.get(name)
         if other is None:

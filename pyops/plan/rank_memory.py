@@ -9,7 +9,7 @@ the rest     insides of the block that is computed again, logits, buckets, messa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from pyops.plan.clusters import GIB, Device
 from pyops.plan.layout import Layout, Software
@@ -52,7 +52,17 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return (
+            self.parameters
+            + self.gradients
+            + self.states
+            + self.activations
+            + self.recomputed
+            + self.logits
+            + self.buffers
+            + self.reserved
+            + self.fragmentation
+        )
 
     @property
     def gib(self) -> float:
@@ -179,10 +189,11 @@ def memory(
     ends = {0, layout.pp - 1}
     several = [_of_rank(shape, layout, software, rank, precision, optimizer_bytes) for rank in ends]
     worst = max(several, key=lambda each: each.total)
-    values = {field.name: getattr(worst, field.name) for field in fields(Memory)}
-    values["fragmentation"] = (software.fragmentation - 1.0) * worst.total
-    values["reserved"] = device.reserved_gib * GIB if device else 0.0
-    return Memory(**values)
+    return replace(
+        worst,
+        fragmentation=(software.fragmentation - 1.0) * worst.total,
+        reserved=device.reserved_gib * GIB if device else 0.0,
+    )
 
 
 def _of_rank(

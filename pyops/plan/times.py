@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from pyops.plan.clusters import Cluster, Link
 from pyops.plan.layout import Layout, Software
@@ -71,7 +71,18 @@ class StepTime:
     @property
     def total(self) -> float:
         """All of it."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return (
+            self.products
+            + self.attention
+            + self.between
+            + self.recomputed
+            + self.tensor_messages
+            + self.pipeline_messages
+            + self.idle
+            + self.data_messages
+            + self.optimizer
+            + self.stragglers
+        )
 
 
 @dataclass(frozen=True)
@@ -88,11 +99,19 @@ class _Pass:
         return self.products + self.attention + self.between + self.messages
 
     def times(self, factor: float) -> _Pass:
-        return _Pass(*(factor * getattr(self, field.name) for field in fields(self)))
+        return _Pass(
+            factor * self.products,
+            factor * self.attention,
+            factor * self.between,
+            factor * self.messages,
+        )
 
     def plus(self, other: _Pass) -> _Pass:
         return _Pass(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+            self.products + other.products,
+            self.attention + other.attention,
+            self.between + other.between,
+            self.messages + other.messages,
         )
 
 
@@ -235,9 +254,7 @@ def step_time(case: Case, layout: Layout) -> StepTime:
         optimizer=_optimizer(case, layout),
     )
     slowest = case.software.straggling * math.sqrt(2.0 * math.log(layout.num_ranks))
-    values = {field.name: getattr(found, field.name) for field in fields(StepTime)}
-    values["stragglers"] = slowest * found.total
-    return StepTime(**values)
+    return replace(found, stragglers=slowest * found.total)
 
 
 def _pipeline_messages(case: Case, layout: Layout, work: float) -> float:
