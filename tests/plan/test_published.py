@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.published_runs import TABLES, blind, mean_error, worst_error
+from benchmarks.published_runs import PAGE, TABLES, blind, fill, mean_error, worst_error
 from pyops.plan import training_days
 from tests.plan.shapes import gpt
 
@@ -57,3 +57,9 @@ def test_operations_are_those_of_the_paper():
     paper = 96 * s * l * h * h * (1 + s / (6 * h) + 51200 / (16 * l * h))
     # The head is not computed again, and norms and biases have parameters that are no products.
     assert 4 / 3 * shape.operations() * s == pytest.approx(paper, rel=0.03)
+
+
+def test_the_page_says_what_is_predicted():
+    page = PAGE.read_text()
+    assert all(f"<!-- published:{name} -->" in page for name in TABLES)
+    assert fill(page) == page, "run python -m benchmarks.published_runs"
