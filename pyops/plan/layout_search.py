@@ -297,6 +297,7 @@ TERMS = {
     "products": "products of the slowest rank",
     "attention": "attention",
     "between": "what lies between the products",
+    "host": "launching kernels",
     "stragglers": "stragglers",
 }
 

@@ -25,6 +25,8 @@ from pyops.plan.turns import idle
 
 __all__ = ["Case", "StepTime", "group_link", "step_time"]
 
+LAUNCH_SECONDS = 5e-6  # of a kernel by the host: an estimate
+KERNELS = 20  # of a block and forward: an estimate
 OPTIMIZER_BYTES = 28.0  # of an element: master, moments and gradient read, all but that written
 LOGIT_BYTES: Mapping[bool, float] = {True: 22.0, False: 6.0}  # of a logit, in forward and backward
 
@@ -65,6 +67,8 @@ class StepTime:
     """Messages of dp that nothing hides, and what hidden ones slow down."""
     optimizer: float = 0.0
     """The optimizer's step."""
+    host: float = 0.0
+    """Launching kernels, as far as that takes longer than they do."""
     stragglers: float = 0.0
     """Waiting for the slowest rank of all."""
 
@@ -81,6 +85,7 @@ class StepTime:
             + self.idle
             + self.data_messages
             + self.optimizer
+            + self.host
             + self.stragglers
         )
 
@@ -240,17 +245,18 @@ def step_time(case: Case, layout: Layout) -> StepTime:
         blocks * (backward.total / 2.0 + again.total),
         blocks * backward.total / 2.0,
     )
+    computed = work.total + of_again * again.total
+    launched = KERNELS * LAUNCH_SECONDS * blocks * (4 if layout.recompute == "block" else 3)
     found = StepTime(
+        host=m * max(0.0, launched - computed),
         products=m * work.products,
         attention=m * work.attention,
         between=m * work.between,
         recomputed=m * of_again * again.total,
         tensor_messages=m * work.messages,
-        pipeline_messages=_pipeline_messages(case, layout, (work.total + of_again * again.total)),
+        pipeline_messages=_pipeline_messages(case, layout, computed),
         idle=waits,
-        data_messages=_data_messages(
-            case, layout, work=work.total + of_again * again.total, last=blocks * backward.total
-        ),
+        data_messages=_data_messages(case, layout, work=computed, last=blocks * backward.total),
         optimizer=_optimizer(case, layout),
     )
     slowest = case.software.straggling * math.sqrt(2.0 * math.log(layout.num_ranks))

@@ -105,6 +105,16 @@ def test_recomputing_blocks_takes_a_forward_more():
     assert again.total > plain.total
 
 
+def test_short_kernels_wait_for_the_host():
+    """Twenty launches of 5 us for a block and pass."""
+    tiny = gpt(8, 64, 4, vocab=64, sequence=16)
+    found = step_time(Case(tiny, H100.with_devices(1), PYOPS), Layout())
+    assert found.host + found.products + found.attention + found.between == pytest.approx(
+        8 * 3 * 20 * 5e-6
+    )
+    assert seconds(Layout(micro_batch=8)).host == 0.0
+
+
 def test_more_microbatches_hide_the_bubble():
     few, many = (seconds(Layout(pp=4, schedule="1f1b", num_microbatches=m)) for m in (4, 32))
     assert few.idle == pytest.approx(many.idle)
