@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 
 from pyops.config import load_config, plan_for_run
-from pyops.plan import Layout, ModelShape, Options, Plan, PlanError, best, load_cluster
+from pyops.plan import (
+    PYOPS,
+    Case,
+    Layout,
+    Link,
+    ModelShape,
+    Options,
+    Plan,
+    PlanError,
+    best,
+    load_cluster,
+    search,
+)
 from pyops.plan.show import explain, summary, table
 from tests.plan.shapes import LLAMA_8B, TINY, gpt, llama
 
@@ -54,6 +66,22 @@ def test_slow_links_move_the_choice_to_fewer_messages():
     other = best(shape, slow.with_devices(64), Options(batch=128))
     assert other.layout.pp > fast.layout.pp
     assert other.best.seconds > fast.best.seconds
+
+
+def test_of_layouts_that_are_alike_that_with_fewer_axes_is_taken():
+    """With endless links, and products whose width does not matter, tp with sequence parallelism
+    takes as long as copies, and less memory."""
+    efficiency = replace(H100.device.efficiency, half_width=0.0)
+    endless = Link(1e30, 1.0, 0.0, 0.0)
+    device = replace(H100.device, efficiency=efficiency)
+    cluster = replace(H100, device=device, node=endless, num_devices=8)
+    case = Case(gpt(8, 4096, 32, vocab=8192), cluster, PYOPS)
+    chosen, *others = search(case, Options(batch=64)).fitting
+    alike = [each for each in others if each.seconds < 1.01 * chosen.seconds]
+    assert chosen.layout.axes_used == 1
+    assert any(each.layout.tp > 1 and each.memory.total < chosen.memory.total for each in alike), (
+        sorted({str(each.layout) for each in alike})
+    )
 
 
 def test_what_is_fixed_is_kept():
@@ -165,7 +193,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
     [
         (Layout(tp=0), "tp is 0; give a whole number, 1 or more"),
         (Layout(zero=4), "zero is 4; choose one of 0, 1, 2, 3"),
-        (Layout(pp=2), "schedule is 'none' with pp 2; give schedule"),
+        (Layout(pp=2), "schedule is 'none' with pp 2; give schedule=\"1f1b\""),
         (Layout(schedule="1f1b"), "schedule is '1f1b' with pp 1; leave schedule out"),
         (Layout(recompute="all"), "recompute is 'all'; choose one of none, attention, block"),
         (

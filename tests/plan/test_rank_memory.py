@@ -74,7 +74,7 @@ def test_activations_of_blocks_are_those_counted(name: str, how: str, precision:
         counted.append(saved(model, lambda model=model, x=tokens: model(x, x)))
     layout = Layout(micro_batch=ROWS, recompute=how)
     predicted = block_bytes(ModelShape.of_gpt(config), layout, PYOPS, precision=precision)
-    assert (counted[1] - counted[0]) / 2 == pytest.approx(predicted, rel=0.02)
+    assert (counted[1] - counted[0]) / 2 == pytest.approx(predicted, rel=0.003)
 
 
 def _kept(rank: int, group: Any, stage: int, sgd: bool) -> dict[str, int]:
