@@ -75,7 +75,7 @@ def test_of_layouts_that_are_alike_that_with_fewer_axes_is_taken():
     endless = Link(1e30, 1.0, 0.0, 0.0)
     device = replace(H100.device, efficiency=efficiency)
     cluster = replace(H100, device=device, node=endless, num_devices=8)
-    case = Case(gpt(8, 4096, 32, vocab=8192), cluster, PYOPS)
+    case = Case(gpt(8, 4096, 2, vocab=8192), cluster, PYOPS)
     chosen, *others = search(case, Options(batch=64)).fitting
     alike = [each for each in others if each.seconds < 1.01 * chosen.seconds]
     assert chosen.layout.axes_used == 1
