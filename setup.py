@@ -265,7 +265,7 @@ def version() -> str:
 setup(
     version=version(),
     packages=find_packages(include=["pyops", "pyops.*"]),
-    package_data={"pyops": ["py.typed"]},
+    package_data={"pyops": ["py.typed"], "pyops.plan": ["data/*.toml"]},
     ext_modules=[Extension("pyops._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     zip_safe=False,

@@ -52,6 +52,7 @@ _ROOMS = frozenset(
         "hf",
         "elastic",
         "parallel",
+        "plan",
         "config",
         "train",
         "cli",

@@ -3,6 +3,8 @@
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
     pyops eval FOLDER --data FILE [--sequence-length N] [--tp N] [--pp N]
+    pyops plan MODEL --cluster NAME [--devices N] [--explain] [--json]
+                                                  which layout for a model on a cluster, and why
     pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
                                                           the layout that it has on 1 ... N ranks
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
@@ -32,6 +34,7 @@ from pathlib import Path
 import pyops
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
+from pyops.cli.planning import add_plan, plan
 from pyops.cli.simulate import add_arguments, report
 
 __all__ = ["main"]
@@ -74,19 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("generate", help="a text, continued by a Hugging Face folder's model")
     )
     add_eval(commands.add_parser("eval", help="how well a Hugging Face folder predicts a text"))
-    plan = commands.add_parser(
-        "plan", help="which layout a TOML file would have on 1, 2, ... ranks, with parallel.adapt"
-    )
-    plan.add_argument("config", metavar="CONFIG.toml")
-    plan.add_argument("--ranks", type=int, default=8, metavar="N", help="up to so many (8)")
-    plan.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="as for train",
-    )
+    add_plan(commands.add_parser("plan", help="which layout for a model on a cluster, and why"))
     convert = commands.add_parser(
         "convert", help="between checkpoints, Hugging Face folders and safetensors files"
     )
@@ -130,10 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
-    if given.command in ("generate", "eval"):
-        return _use_folder(answer if given.command == "generate" else score, given)
-    if given.command == "plan":
-        return _plan(given.config, given.overrides, ranks=given.ranks)
+    if given.command in USES:
+        return _print(USES[given.command], given)
     if given.command == "convert":
         return _convert(
             given.source, given.target, key=given.key, dtype=given.dtype, like=given.like
@@ -175,28 +164,21 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
-def _use_folder(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:
+USES = {"generate": answer, "eval": score, "plan": plan}
+
+
+def _print(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:
     from pyops.config import ConfigError
     from pyops.data import CorpusError
+    from pyops.hub import HubError
+    from pyops.plan import PlanError
 
     try:
         text = use(given)
-    except (ConfigError, CorpusError) as error:
+    except (ConfigError, CorpusError, HubError, PlanError) as error:
         return _fail(error)
     if is_first_rank():
         print(text)
-    return 0
-
-
-def _plan(config: str, overrides: Sequence[str], *, ranks: int) -> int:
-    from pyops.config import ConfigError, load_config
-    from pyops.train.setup.adapted_layout import plans
-
-    try:
-        for number, reason in plans(load_config(config, overrides=overrides), ranks):
-            print(f"{number:5d} rank{' ' if number == 1 else 's'}   {reason}")
-    except ConfigError as error:
-        return _fail(error)
     return 0
 
 

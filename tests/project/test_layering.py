@@ -41,6 +41,7 @@ LAYERS = [
     ["models", "data"],
     ["hub", "elastic"],
     ["parallel"],
+    ["plan"],
     ["hf", "config", "train", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -1,0 +1,207 @@
+"""This machine, measured: products, memory, messages between processes; and costs of a profile.
+
+Machine.here()      products of several widths, a copy, sums between ranks where there are some
+  .cluster()        the same as a Cluster, to plan with
+ProfiledCosts       seconds and bytes of blocks that `pyops.pipeline.profile` has measured
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from pyops.mesh import ProcessGroupLike, resolve
+from pyops.pipeline import Profile, balance, schedule, simulate
+from pyops.plan.clusters import GIB, Cluster, Device, Efficiency, Link
+from pyops.plan.layout import SEVERAL_STAGES, Layout
+from pyops.plan.shapes import PlanError
+
+__all__ = ["Machine", "ProfiledCosts"]
+
+SHORTEST = 0.02  # seconds that each measurement takes
+ROUNDS = 5
+WIDTHS = (128, 512)  # of the products
+ROWS = 512  # of the products
+COPY_BYTES = 32 << 20
+MESSAGES = (4 << 10, 4 << 20)  # bytes of the sums
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LINK = 10e9  # bytes a second, where no rank is there to send to
+LATENCY = 20e-6
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The median of several times."""
+    call()
+    start = time.perf_counter()
+    call()
+    once = max(1e-9, time.perf_counter() - start)
+    times = max(1, round(SHORTEST / ROUNDS / once))
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        found.append((time.perf_counter() - start) / times)
+    return median(found)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured."""
+
+    name: str
+    """Of the processor."""
+    products: dict[str, dict[int, float]]
+    """{precision: {width: operations a second}}."""
+    copy: float
+    """Bytes a second that a copy reads and writes."""
+    memory_gib: float
+    """Of the whole machine, shared by the ranks."""
+    num_ranks: int
+    """That measured together."""
+    latency: float
+    """Seconds of a small sum between ranks, for each hop."""
+    bandwidth: float
+    """Bytes a second of a large sum."""
+
+    @classmethod
+    def here(cls, *, group: ProcessGroupLike = None) -> Machine:
+        """Measure this machine, on the CPU; with a group all its ranks at the same time.
+
+        Args:
+            group: The ranks between which messages are timed. None: the default group, or this
+                process alone where torch.distributed is not initialized.
+        """
+        ranks = resolve(group, "Machine.here")
+        products = {
+            precision: {width: _product(width, dtype) for width in WIDTHS}
+            for precision, dtype in DTYPES.items()
+        }
+        source = torch.zeros(COPY_BYTES // 4)
+        target = torch.empty_like(source)
+        copy = 2 * COPY_BYTES / _seconds(lambda: target.copy_(source))
+        latency, bandwidth, number = LATENCY, LINK, 1
+        if ranks is not None and dist.get_world_size(ranks) > 1:
+            number = dist.get_world_size(ranks)
+            small, large = (_sum(nbytes, ranks) for nbytes in MESSAGES)
+            latency = small / (2 * (number - 1))
+            moved = 2 * (MESSAGES[1] - MESSAGES[0]) * (number - 1) / number
+            bandwidth = moved / max(1e-9, large - small)
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        name = f"{platform.machine()}, {torch.get_num_threads()} threads"
+        return cls(name, products, copy, pages / GIB / number, number, latency, bandwidth)
+
+    def cluster(self, *, devices: int = 0) -> Cluster:
+        """The machine to plan for.
+
+        Args:
+            devices: How many processes; 0: as many as measured.
+        """
+        number = devices or self.num_ranks
+        peak = {dtype: max(widths.values()) for dtype, widths in self.products.items()}
+        low, high = self.products["fp32"][WIDTHS[0]], self.products["fp32"][WIDTHS[1]]
+        half = max(0.0, (high - low) / (low / WIDTHS[0] - high / WIDTHS[1]))
+        whole = 1.0 + half / WIDTHS[1]
+        link = Link(self.bandwidth, 1.0, self.latency, 0.5)
+        source = f"measured by Machine.here on {self.name}"
+        return Cluster(
+            name="this machine",
+            device=Device(
+                name=self.name,
+                memory_gib=self.memory_gib * self.num_ranks / number,
+                reserved_gib=0.3,
+                memory_bandwidth=self.copy,
+                peak={dtype: value * whole for dtype, value in peak.items()},
+                efficiency=Efficiency(1.0, half, 0.5, 1.0),
+            ),
+            devices_per_node=number,
+            node=link,
+            network=link,
+            num_devices=number,
+            device_hours=50000.0,
+            sources={
+                "device": source,
+                "node": source if self.num_ranks > 1 else "estimate: one process measured",
+                "network": "as node",
+                "failures": "of the H100's file",
+            },
+        )
+
+
+def _product(width: int, dtype: torch.dtype) -> float:
+    a, b = torch.randn(ROWS, width).to(dtype), torch.randn(width, 4 * width).to(dtype)
+    return 2.0 * ROWS * width * 4 * width / _seconds(lambda: a @ b)
+
+
+def _sum(nbytes: int, group: dist.ProcessGroup) -> float:
+    values = torch.zeros(nbytes // 4)
+    return _in_step(lambda: dist.all_reduce(values, group=group), group)
+
+
+def _in_step(call: Callable[[], object], group: dist.ProcessGroup) -> float:
+    """The median of as many times on every rank."""
+    found = []
+    for _ in range(ROUNDS + 2):
+        dist.barrier(group)
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return median(found[2:])
+
+
+@dataclass(frozen=True)
+class ProfiledCosts:
+    """The time and memory of a pipeline whose layers were measured, in place of formulas."""
+
+    profile: Profile
+    """As `pyops.pipeline.profile` measured it, for one micro-batch."""
+    latency: float = 0.0
+    """Seconds until what was sent arrives."""
+    bandwidth: float = float("inf")
+    """Bytes a second of each channel."""
+
+    def step(self, layout: Layout) -> tuple[float, float]:
+        """(seconds of a step without messages of dp, bytes of the fullest rank).
+
+        Args:
+            layout: With its pp, schedule and micro-batches; tp must be 1.
+
+        Raises:
+            PlanError: The layout cuts layers, which the profile has whole, or there are fewer
+                layers than stages.
+        """
+        layout.validate()
+        if layout.tp > 1:
+            raise PlanError(
+                f"tp is {layout.tp}, but the profile has whole layers; set it to 1, or profile the "
+                "layers of a rank"
+            )
+        if layout.num_stages > len(self.profile):
+            raise PlanError(
+                f"the profile has {len(self.profile)} layers, fewer than {layout.num_stages} "
+                "stages; take fewer, or profile smaller layers"
+            )
+        if layout.pp == 1:
+            seconds = layout.num_microbatches * sum(x.time for x in self.profile.layers)
+            count = len(self.profile)
+            return seconds, self.profile.weights(0, count) + self.profile.kept(0, count)
+        several = {"v": layout.stages_per_rank} if layout.schedule in SEVERAL_STAGES else {}
+        made = schedule(
+            layout.schedule,
+            num_stages=layout.pp,
+            num_microbatches=layout.num_microbatches,
+            **several,
+        ).with_recompute("always" if layout.recompute == "block" else "never")
+        bounds = balance(self.profile, num_stages=made.num_stages)
+        costs = self.profile.costs(
+            bounds, split=made.splits_backward, latency=self.latency, bandwidth=self.bandwidth
+        )
+        timeline = simulate(made, costs)
+        return timeline.makespan, max(timeline.memory)

@@ -1,0 +1,251 @@
+"""What a rank has in memory, term by term, in bytes.
+
+states       ZeRO (Rajbhandari et al., SC 2020): parameters, gradients, optimizer states
+activations  a block and micro-batch (Korthikanti et al., arXiv:2205.05198, table 2; those of
+             pyops' layers in docs/recompute.md), times blocks, times micro-batches kept
+the rest     insides of the block that is computed again, logits, buckets, messages, reserved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pyops.plan.clusters import GIB, Device
+from pyops.plan.layout import Layout, Software
+from pyops.plan.shapes import ModelShape
+from pyops.plan.turns import kept
+
+__all__ = ["ADAM", "Memory", "block_bytes", "blocks_of_a_rank", "memory", "state_bytes"]
+
+ADAM = 8.0
+"""Bytes of an element's optimizer states, of Adam: two moments in fp32."""
+ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+MESSAGES = 2  # of each neighbor in a pipeline: one that is read while the next arrives
+BUCKETS = 2  # in flight
+CHUNK_BYTES = 1 << 30  # of logits that a loss without whole logits makes at a time
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank at the peak of a step."""
+
+    parameters: float = 0.0
+    """Its parameters."""
+    gradients: float = 0.0
+    """Its gradients."""
+    states: float = 0.0
+    """Optimizer states, with master weights in 16 bits."""
+    activations: float = 0.0
+    """What forward keeps for backward, of all micro-batches kept."""
+    recomputed: float = 0.0
+    """Insides of what is computed again, once."""
+    logits: float = 0.0
+    """Of the loss."""
+    buffers: float = 0.0
+    """Buckets, gathered parameters, messages."""
+    reserved: float = 0.0
+    """Driver, kernels and communicators."""
+    fragmentation: float = 0.0
+    """What the allocator takes beside."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.states
+            + self.activations
+            + self.recomputed
+            + self.logits
+            + self.buffers
+            + self.reserved
+            + self.fragmentation
+        )
+
+    @property
+    def gib(self) -> float:
+        """All of it, in GiB."""
+        return self.total / GIB
+
+
+def state_bytes(
+    num_parameters: float,
+    layout: Layout,
+    software: Software,
+    *,
+    precision: str = "bf16",
+    optimizer_bytes: float = ADAM,
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and states of a rank that has so many parameters.
+
+    Args:
+        num_parameters: Of its blocks and ends, shared by tp already.
+        layout: Its ZeRO stage and copies.
+        software: In what gradients and parameters are kept.
+        precision: "fp32", "bf16" or "fp16".
+        optimizer_bytes: Of an element's states.
+    """
+    element = ELEMENT_BYTES[precision]
+    width = software.parameter_bytes or element
+    gradient = max(software.gradient_bytes, element)
+    states = optimizer_bytes + (4 if width < 4 else 0)
+    copies = float(layout.dp)
+    shared_gradients = layout.zero >= 2 and (layout.pp == 1 or layout.zero == 3)
+    return (
+        num_parameters * width / (copies if layout.zero == 3 else 1.0),
+        num_parameters * gradient / (copies if shared_gradients else 1.0),
+        num_parameters * states / (copies if layout.zero >= 1 else 1.0),
+    )
+
+
+def _scores(shape: ModelShape, layout: Layout, software: Software, element: int) -> float:
+    """Of the core of attention, of a block and micro-batch."""
+    rows, s, a = layout.micro_batch, shape.sequence_length, shape.num_heads
+    if software.activations == "megatron":
+        return 0.0 if software.fused_attention else 5.0 * a * s * s * rows / layout.tp
+    if shape.attention_dropout:
+        return 2.0 * element * a * s * s * rows / layout.tp + s * s
+    return 4.0 * a * s * rows / layout.tp  # a number for each row of scores
+
+
+def block_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    software: Software,
+    *,
+    precision: str = "bf16",
+    recompute: str | None = None,
+) -> float:
+    """What a block keeps for backward of a micro-batch, on a rank.
+
+    Args:
+        shape: Of the model.
+        layout: Its tp, sequence parallelism and rows.
+        software: Whose layers they are.
+        precision: "fp32", "bf16" or "fp16".
+        recompute: Of `pyops.plan.layout.RECOMPUTE`; None: as the layout says.
+    """
+    recompute = layout.recompute if recompute is None else recompute
+    element, t = ELEMENT_BYTES[precision], layout.tp
+    tokens = float(layout.micro_batch * shape.sequence_length)
+    share = 1.0 / t if layout.sequence_parallel else 1.0
+    if recompute == "block":
+        return element * tokens * shape.dim * share
+    inside = 2 * shape.query_width + 2 * shape.kv_width + (3 if shape.gated else 2) * shape.inner
+    if software.activations == "megatron":
+        between = 10.0 * shape.dim * tokens * share  # with masks of dropout
+    else:
+        numbers = 8.0 if shape.rms_norm else 16.0  # of each token in both norms
+        between = (4.0 * element * shape.dim + numbers) * tokens * share
+        if not shape.learned_positions:
+            # Rotated keys lie beside those which are packed with the values; without shared groups
+            # so do the queries.
+            inside += shape.kv_width
+            if shape.kv_heads == shape.num_heads:
+                inside += shape.query_width
+    found = between + element * inside * tokens / t
+    return found if recompute == "attention" else found + _scores(shape, layout, software, element)
+
+
+def blocks_of_a_rank(shape: ModelShape, layout: Layout) -> int:
+    """Blocks of the rank that has most of them."""
+    return -(-shape.num_layers // layout.num_stages) * layout.stages_per_rank
+
+
+def rank_parameters(shape: ModelShape, layout: Layout, rank: int) -> float:
+    """Parameters of a rank of the pipeline, shared by tp."""
+    found = float(blocks_of_a_rank(shape, layout) * shape.block_parameters)
+    holds_head = rank == (0 if layout.schedule == "zbv" else layout.pp - 1)
+    if rank == 0:
+        found += shape.embedding_parameters
+    if holds_head:
+        found += shape.norm_parameters
+        if not (shape.tied_head and rank == 0):
+            found += shape.head_parameters
+    return found / layout.tp
+
+
+def memory(
+    shape: ModelShape,
+    layout: Layout,
+    software: Software,
+    *,
+    precision: str = "bf16",
+    device: Device | None = None,
+    optimizer_bytes: float = ADAM,
+) -> Memory:
+    """The memory of the rank that takes most.
+
+    Args:
+        shape: Of the model.
+        layout: How it is shared out.
+        software: What trains it.
+        precision: "fp32", "bf16" or "fp16".
+        device: Whose driver takes its part; None: of nothing.
+        optimizer_bytes: Of an element's states.
+    """
+    ends = {0, layout.pp - 1}
+    several = [_of_rank(shape, layout, software, rank, precision, optimizer_bytes) for rank in ends]
+    worst = max(several, key=lambda each: each.total)
+    return replace(
+        worst,
+        fragmentation=(software.fragmentation - 1.0) * worst.total,
+        reserved=device.reserved_gib * GIB if device else 0.0,
+    )
+
+
+def _of_rank(
+    shape: ModelShape,
+    layout: Layout,
+    software: Software,
+    rank: int,
+    precision: str,
+    optimizer_bytes: float,
+) -> Memory:
+    element, t = ELEMENT_BYTES[precision], layout.tp
+    count = rank_parameters(shape, layout, rank)
+    parameters, gradients, states = state_bytes(
+        count, layout, software, precision=precision, optimizer_bytes=optimizer_bytes
+    )
+    tokens = float(layout.micro_batch * shape.sequence_length)
+    share = 1.0 / t if layout.sequence_parallel else 1.0
+    each = block_bytes(shape, layout, software, precision=precision)
+    whole = block_bytes(shape, layout, software, precision=precision, recompute="none")
+    activations = each * blocks_of_a_rank(shape, layout) * kept(layout, rank)
+    logits = 0.0
+    if rank == (0 if layout.schedule == "zbv" else layout.pp - 1):
+        # What the last norm takes and gives.
+        activations += 2.0 * element * shape.dim * tokens * share
+        every = tokens * shape.vocab_size / t
+        logits = (element + 8.0) * every
+        if not software.whole_logits:
+            # And the gradient of the head, added up in fp32.
+            logits = min(4.0 * every, float(CHUNK_BYTES)) + 4.0 * shape.head_parameters / t
+    messages = 0.0
+    if layout.pp > 1:
+        neighbors = 1 if rank in (0, layout.pp - 1) and layout.stages_per_rank == 1 else 2
+        messages = MESSAGES * neighbors * element * tokens * shape.dim * share
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        states=states,
+        activations=activations,
+        recomputed=whole - each if layout.recompute != "none" else 0.0,
+        logits=logits,
+        buffers=messages + _buckets(shape, layout, software, count, element),
+    )
+
+
+def _buckets(
+    shape: ModelShape, layout: Layout, software: Software, count: float, element: int
+) -> float:
+    if layout.dp == 1:
+        return 0.0
+    if layout.zero < 3:
+        gradient = max(software.gradient_bytes, element)
+        return min(BUCKETS * float(software.bucket_bytes), count * gradient)
+    unit = shape.block_parameters * element / layout.tp
+    ends = max(0.0, count - blocks_of_a_rank(shape, layout) * shape.block_parameters / layout.tp)
+    return 3.0 * unit + 2.0 * element * ends

@@ -1,0 +1,370 @@
+"""Plan: what a search has chosen, as a ParallelPlan, as TOML that `pyops train` takes, as JSON.
+
+best(shape, cluster, Options(batch=64))   -> Plan
+plan.parallel_plan()                      -> ParallelPlan(tp=2, zero=ZeroConfig(stage=1), ...)
+plan.toml()                               -> [parallel] tp = 2 ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from pyops.parallel import ParallelPlan, PipelineOptions
+from pyops.plan.clusters import GIB, Cluster, cluster_of
+from pyops.plan.failures import Failures
+from pyops.plan.laws import SyncSGD
+from pyops.plan.layout import PYOPS, SEVERAL_STAGES, Layout, Software
+from pyops.plan.layout_search import Found, Options, Priced, search
+from pyops.plan.rank_memory import Memory
+from pyops.plan.shapes import ModelShape, PlanError, count
+from pyops.plan.times import Case, StepTime
+from pyops.zero import ZeroConfig
+
+__all__ = ["Plan", "best"]
+
+RUNNERS_UP = 9
+BLOCKS = "blocks.*"
+CONVENTION = "6 (N - E) + 12 L a w s operations a token, causal masks not halved"
+FORMAT = 1  # of to_json
+# Of what shrinks with more ranks that share the same batch; the rest of a step does not.
+SHRINKS = ("products", "attention", "between", "recomputed")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout that was chosen, with what it takes, and the others."""
+
+    shape: ModelShape
+    """The model."""
+    cluster: Cluster
+    """The devices and links."""
+    options: Options
+    """What was asked for."""
+    best: Priced
+    """What was chosen."""
+    runners_up: tuple[Priced, ...]
+    """The next ones that fit."""
+    num_tried: int
+    """Layouts that were priced."""
+    num_fitting: int
+    """Of them, those that fit."""
+    reasons: tuple[tuple[str, str], ...]
+    """(simpler strategy, why it is not the one)."""
+    software: str = PYOPS.name
+    """What trains it."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the best."""
+        return self.best.layout
+
+    def tokens_per_second(self, priced: Priced | None = None) -> float:
+        """Tokens of a second and device.
+
+        Args:
+            priced: Another layout than the best.
+        """
+        priced = priced or self.best
+        rows = priced.layout.batch
+        return rows * self.shape.sequence_length / priced.seconds / self.cluster.num_devices
+
+    def mfu(self, priced: Priced | None = None) -> float:
+        """Model operations over the device's peak; see `CONVENTION`.
+
+        Args:
+            priced: Another layout than the best.
+        """
+        peak = self.cluster.device.operations(self.options.precision)
+        return self.tokens_per_second(priced) * self.shape.operations() / peak
+
+    @property
+    def parallel_part(self) -> float:
+        """The part of a step that more ranks with the same batch would share (Amdahl's)."""
+        shared = sum(float(getattr(self.best.time, name)) for name in SHRINKS)
+        return shared / self.best.seconds
+
+    @property
+    def sync_sgd(self) -> SyncSGD:
+        """Whether the copies of the model pay."""
+        sync = self.best.time.data_messages
+        return SyncSGD(self.best.seconds - sync, sync, self.layout.dp)
+
+    def failures(self, *, save_seconds: float = 60.0, restart_seconds: float = 600.0) -> Failures:
+        """How often the run is interrupted.
+
+        Args:
+            save_seconds: That a save stops the run.
+            restart_seconds: From a failure to the first step.
+        """
+        return Failures(
+            self.cluster.num_devices, self.cluster.device_hours, save_seconds, restart_seconds
+        )
+
+    def seconds_for(self, tokens: float) -> float:
+        """Seconds that a training on so many tokens takes, failures apart."""
+        return tokens / (self.tokens_per_second() * self.cluster.num_devices)
+
+    def parallel_plan(self, *, blocks: str = BLOCKS) -> ParallelPlan:
+        """What `pyops.parallel.parallelize` takes.
+
+        Args:
+            blocks: The names of the model's blocks, where these are computed again.
+        """
+        layout = self.layout
+        pipeline = PipelineOptions()
+        if layout.pp > 1:
+            pipeline = PipelineOptions(
+                schedule=layout.schedule,
+                num_microbatches=layout.num_microbatches,
+                stages_per_rank=(
+                    layout.stages_per_rank if layout.schedule in SEVERAL_STAGES else 1
+                ),
+            )
+        return ParallelPlan(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            sequence_parallel=layout.sequence_parallel,
+            pipeline=pipeline,
+            zero=ZeroConfig(stage=layout.zero),
+            recompute=self._modules(blocks),
+            precision=self.options.precision,
+            num_microbatches=layout.num_microbatches if layout.pp == 1 else 1,
+        )
+
+    def code(self, *, blocks: str = BLOCKS) -> str:
+        """`parallel_plan` as Python, without what has its default.
+
+        Args:
+            blocks: The names of the model's blocks, where these are computed again.
+        """
+        return _python(self.parallel_plan(blocks=blocks))
+
+    def _modules(self, blocks: str) -> tuple[str, ...]:
+        names = {"none": (), "attention": (f"{blocks}.attention.core",), "block": (blocks,)}
+        return names[self.layout.recompute]
+
+    def sections(self, *, blocks: str = BLOCKS) -> dict[str, dict[str, Any]]:
+        """The sections of a run's TOML file that the layout fills.
+
+        Args:
+            blocks: The names of the model's blocks, where these are computed again.
+        """
+        layout = self.layout
+        parallel: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+        if layout.sequence_parallel:
+            parallel["sequence_parallel"] = True
+        train: dict[str, Any] = {"batch": layout.batch}
+        if layout.pp > 1:
+            parallel["schedule"] = layout.schedule
+            parallel["num_microbatches"] = layout.num_microbatches
+            if layout.schedule in SEVERAL_STAGES:
+                parallel["v"] = layout.stages_per_rank
+        else:
+            train["micro_batch"] = layout.micro_batch
+        found = {
+            "parallel": parallel,
+            "zero": {"stage": layout.zero},
+            "precision": {"dtype": self.options.precision},
+            "train": train,
+        }
+        if layout.recompute != "none":
+            found["recompute"] = {"modules": list(self._modules(blocks))}
+        return found
+
+    def toml(self, *, model: Mapping[str, Any] | None = None, blocks: str = BLOCKS) -> str:
+        """A file that `pyops train` takes, where [model] is given.
+
+        Args:
+            model: The section [model].
+            blocks: The names of the model's blocks, where these are computed again.
+        """
+        sections: dict[str, Mapping[str, Any]] = {**self.sections(blocks=blocks)}
+        if model is not None:
+            sections = {"model": model, **sections}
+        texts = []
+        for name, values in sections.items():
+            lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+            texts.append("\n".join([f"[{name}]", *lines]))
+        return "\n\n".join(texts) + "\n"
+
+    def command(self, config: str = "plan.toml") -> str:
+        """What starts the training.
+
+        Args:
+            config: The file that `toml` was written to.
+        """
+        per_node = min(self.cluster.devices_per_node, self.cluster.num_devices)
+        nodes = self.cluster.num_devices // per_node
+        many = (
+            "--standalone"
+            if nodes == 1
+            else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500"
+        )
+        return f"torchrun {many} --nproc-per-node {per_node} -m pyops train {config}"
+
+    def to_json(self) -> str:
+        """All of it, for `from_json`."""
+        tree: dict[str, Any] = {
+            "format": FORMAT,
+            "shape": asdict(self.shape),
+            "cluster": _table_of(self.cluster),
+            "num_devices": self.cluster.num_devices,
+            "options": {**asdict(self.options), "fixed": dict(self.options.fixed)},
+            "best": _priced(self.best),
+            "runners_up": [_priced(each) for each in self.runners_up],
+            "num_tried": self.num_tried,
+            "num_fitting": self.num_fitting,
+            "reasons": [list(each) for each in self.reasons],
+            "software": self.software,
+            "summary": {
+                "seconds": self.best.seconds,
+                "gib": self.best.memory.gib,
+                "tokens_per_second_and_device": self.tokens_per_second(),
+                "mfu": self.mfu(),
+                "mfu_convention": CONVENTION,
+            },
+        }
+        return json.dumps(tree, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Args:
+            text: The JSON.
+
+        Raises:
+            PlanError: It is no JSON, or of another kind.
+        """
+        try:
+            tree = json.loads(text)
+            if tree["format"] != FORMAT:
+                raise PlanError(
+                    f"the plan has format {tree['format']!r}, expected {FORMAT}; make it anew with "
+                    "pyops plan --json"
+                )
+            return cls(
+                shape=ModelShape.of_numbers(tree["shape"]),
+                cluster=cluster_of(tree["cluster"], where="cluster").with_devices(
+                    tree["num_devices"]
+                ),
+                options=Options(
+                    **{**tree["options"], "recompute": tuple(tree["options"]["recompute"])}
+                ),
+                best=_of_priced(tree["best"]),
+                runners_up=tuple(_of_priced(each) for each in tree["runners_up"]),
+                num_tried=tree["num_tried"],
+                num_fitting=tree["num_fitting"],
+                reasons=tuple((name, why) for name, why in tree["reasons"]),
+                software=tree["software"],
+            )
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"this is no plan in JSON ({type(error).__name__}: {error}); make one with pyops "
+                "plan --json"
+            ) from None
+
+
+def _python(value: Any) -> str:
+    """A dataclass as a call, with the fields that differ from their defaults."""
+    if not is_dataclass(value):
+        return repr(value)
+    kind: Any = type(value)
+    usual = kind()
+    given = {
+        field.name: getattr(value, field.name)
+        for field in fields(value)
+        if getattr(value, field.name) != getattr(usual, field.name)
+    }
+    inside = ", ".join(f"{name}={_python(each)}" for name, each in given.items())
+    return f"{kind.__name__}({inside})"
+
+
+def _priced(each: Priced) -> dict[str, Any]:
+    return {
+        "layout": asdict(each.layout),
+        "memory": asdict(each.memory),
+        "time": asdict(each.time),
+    }
+
+
+def _of_priced(tree: Mapping[str, Any]) -> Priced:
+    return Priced(Layout(**tree["layout"]), Memory(**tree["memory"]), StepTime(**tree["time"]))
+
+
+def _table_of(cluster: Cluster) -> dict[str, Any]:
+    """The table of TOML that describes a cluster."""
+    return {
+        "name": cluster.name,
+        "device": asdict(cluster.device),
+        "node": {"num_devices": cluster.devices_per_node, **asdict(cluster.node)},
+        "network": asdict(cluster.network),
+        "failures": {"device_hours": cluster.device_hours},
+        "sources": dict(cluster.sources),
+    }
+
+
+def best(
+    shape: ModelShape,
+    cluster: Cluster,
+    options: Options | None = None,
+    *,
+    software: Software = PYOPS,
+) -> Plan:
+    """The layout whose steps are fastest, of those that fit.
+
+    Args:
+        shape: Of the model.
+        cluster: The devices and links.
+        options: The batch, the precision, what is fixed.
+        software: What trains it.
+
+    Raises:
+        PlanError: Nothing fits, naming the nearest and what is missing; or options that make no
+            sense.
+    """
+    options = options or Options()
+    options.validate()
+    case = Case(shape, cluster, software, options.precision)
+    cluster.device.operations(options.precision)
+    found = search(case, options)
+    if not found.fitting:
+        raise PlanError(_nothing_fits(case, options, found))
+    return Plan(
+        shape=shape,
+        cluster=cluster,
+        options=replace(options, batch=found.fitting[0].layout.batch),
+        best=found.fitting[0],
+        runners_up=found.fitting[1 : 1 + RUNNERS_UP],
+        num_tried=found.num_tried,
+        num_fitting=len(found.fitting),
+        reasons=found.reasons,
+        software=software.name,
+    )
+
+
+def _nothing_fits(case: Case, options: Options, found: Found) -> str:
+    """What is missing, and how many devices would have it."""
+    room = options.memory_part * case.cluster.device.memory_gib
+    nearest, short = found.smallest, found.smallest.memory.gib - room
+    parts = {f.name: getattr(nearest.memory, f.name) / GIB for f in fields(Memory)}
+    most = max(parts, key=lambda name: parts[name])
+    more = 2 * case.cluster.num_devices
+    fix = (
+        "shorter rows, or a smaller model"
+        if most in ("activations", "recomputed", "logits")
+        else f"{more} devices"
+    )
+    return (
+        f"{case.shape.name} of {count(case.shape.num_parameters)} parameters fits on no "
+        f"layout of {case.cluster.num_devices} x {case.cluster.device.name}: the least is "
+        f"{nearest.memory.gib:.1f} GiB ({nearest.layout}, ZeRO {nearest.layout.zero}), {short:.1f} "
+        f"more than the {room:.1f} that may be used, most of it {most} ({parts[most]:.1f} GiB); "
+        f"take {fix}, or devices with more memory"
+    )
