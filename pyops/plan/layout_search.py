@@ -137,8 +137,11 @@ def _pipelines(case: Case, ranks: int) -> Iterator[tuple[int, str, int]]:
 def _layouts(case: Case, options: Options, batch: int) -> Iterator[Layout]:
     """All that make a whole grid and share the rows of a batch."""
     ranks = case.cluster.num_devices
+    # Scores that are never in memory need no recomputation.
     recomputes = tuple(
-        each for each in options.recompute if each != "attention" or case.shape.attention_dropout
+        each
+        for each in options.recompute
+        if each != "attention" or not case.software.fused_attention
     )
     pipelines = list(_pipelines(case, ranks))
     for t in _widths(case, ranks):
