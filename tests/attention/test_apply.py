@@ -126,22 +126,25 @@ def test_the_model_with_the_pattern_as_a_mask(function: Any, causal: bool):
 
 @pytest.mark.parametrize("function", [llama, gpt2])
 def test_a_cache_changes_no_logits(function: Any):
-    """A prompt, one token at a time, then several at once, of which the first begins within a
-    block."""
-    model, given = made(function).eval(), tokens(1, 60)
+    """A prompt, of which a row begins with padding, one token at a time, then several at once, of
+    which the first begins within a block."""
+    model, given = made(function).eval(), tokens(2, 60)
+    padding = torch.ones_like(given)
+    padding[1, :5] = 0
     apply(model, PATTERN | Fixed(2), block=BLOCK)
     with torch.no_grad():
-        whole = model(input_ids=given).logits
+        whole = model(input_ids=given, attention_mask=padding).logits
+        assert whole.isfinite().all()
         cache, found, begin = transformers.DynamicCache(), [], 0
         for count in (18, 1, 1, 1, 14, 1, 24):
             part = given[:, begin : begin + count]
-            options = {"past_key_values": cache, "use_cache": True}
-            found.append(model(input_ids=part, **options).logits)
             begin += count
+            options = {"past_key_values": cache, "attention_mask": padding[:, :begin]}
+            found.append(model(input_ids=part, use_cache=True, **options).logits)
         assert begin == 60
         torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-9, atol=1e-9)
         produced = model.generate(given[:, :20], max_new_tokens=4, do_sample=False)
-        assert produced.shape == (1, 24)
+        assert produced.shape == (2, 24)
         with pytest.raises(ValueError, match="use DynamicCache, not a static"):
             model.generate(
                 given[:, :20], max_new_tokens=2, do_sample=False, cache_implementation="static"

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.config import Config, ParallelConfig, ZeroConfig
+from pyops.config import Config, ConfigError, ParallelConfig, ZeroConfig
 from pyops.config.task_config import TaskConfig
-from pyops.data import DataConfig, PackedBatches, packed_validation_rows, prepare
+from pyops.data import CorpusError, DataConfig, PackedBatches, packed_validation_rows, prepare
 from pyops.models import GPT
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
+from pyops.train.setup.recipe import make_mesh
+from pyops.train.setup.text_data import TextData
 from tests.train.tiny_run import config_of, losses, norms, same, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -81,9 +83,22 @@ def test_losses_are_those_of_the_documents_one_by_one(tmp_path):
     nats, norm = one_by_one(config, first)
     assert losses(config)[0] == pytest.approx(nats, rel=1e-5)
     assert norms(config)[0] == pytest.approx(norm, rel=1e-4)
-    assert (config.folder / "sample.txt").read_text()
+    for change, words in (
+        ({"model": dataclasses.replace(model, pattern="Dense")}, "model.pattern is 'Dense"),
+        ({"data": dataclasses.replace(config.data, packing="none")}, "the same corpus"),
+    ):
+        longer = dataclasses.replace(config.train, num_steps=STEPS + 1)
+        with pytest.raises((ConfigError, CorpusError), match=words):
+            train(dataclasses.replace(config, train=longer, **change), resume=True)
     held_out = packed_validation_rows(corpus, num_sequences=6, **part)
     assert len(held_out["tokens_BT"]) > 1
+    assert (config.folder / "sample.txt").read_text()
+    data = TextData(config, make_mesh(config, device_type="cpu"))
+    row = int((held_out["documents_BT"].amax(1) > 0).nonzero()[0])
+    data._held_out = {name: rows[row:] for name, rows in held_out.items()}
+    first_document = held_out["tokens_BT"][row][held_out["documents_BT"][row] == 0]
+    assert torch.equal(data.prompt(64), first_document)
+    assert torch.equal(data.prompt(2), first_document[:2])
 
 
 @pytest.mark.parametrize(

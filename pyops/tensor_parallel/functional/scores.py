@@ -1,10 +1,9 @@
 """The part of attention between its projections: rotary positions, scores, softmax, values.
 
-    q, k, v, seen, bias, dropout -- nothing but q, k, v --> torch's attention
-                                 `- all else ------------> pyops.ops.attention
+    q, k, v, seen, bias, dropout --> pyops.ops.attention, which makes no tensor of queries x keys
 
-Neither has a tensor of queries x keys. A device without the kernel (CUDA) has `attend_by_scores`,
-which has.
+CUDA without its kernel has torch's attention where there is nothing but q, k and v, and else
+`attend_by_scores`.
 """
 
 from __future__ import annotations
@@ -108,9 +107,9 @@ def attend(
         ValueError: the mask is of another dtype, or has another number of dimensions.
     """
     _check_mask(seen.mask)
-    if bias is None and dropout is None and all(field is None for field in seen[1:]):
-        return _by_torch(q, k, v, scale=scale, causal=seen.causal)
     if q.device.type == "cuda" and not _cuda_has_kernel():
+        if bias is None and dropout is None and all(field is None for field in seen[1:]):
+            return _by_torch(q, k, v, scale=scale, causal=seen.causal)
         return attend_by_scores(q, k, v, scale=scale, seen=seen, bias=bias, dropout=dropout)
     keys, scores = seen.mask, bias if isinstance(bias, Tensor) else None
     distance = bias if isinstance(bias, DistanceBias) else DistanceBias()
