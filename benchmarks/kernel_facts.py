@@ -195,8 +195,10 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "cross_entropy": cross_entropies,
     "dropout": dropouts,
     "rotary": rotaries,
-    "attention": attentions,
 }
+# With matrix products: bytes alone say little of these, and no bound of benchmarks/triton_facts.py
+# is for them.
+WITH_PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {"attention": attentions}
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 COLUMNS = {
     "warps": 5,
@@ -272,7 +274,7 @@ def triton_facts(stem: str, only: Collection[str] | None = None) -> Iterator[Fac
     """Of every launch of every case, or of those with these names; the sum that many cases end with
     once."""
     seen = set()
-    for case in TRITON[stem]():
+    for case in (TRITON | WITH_PRODUCTS)[stem]():
         if only is not None and case.name not in only:
             continue
         for launch in compile_launches(case.call):
@@ -366,15 +368,15 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join([*TRITON, *CUDA])}; all when none is given",
+        help=f"of {', '.join([*TRITON, *WITH_PRODUCTS, *CUDA])}; all when none is given",
     )
-    names = parser.parse_args().names or [*TRITON, *CUDA]
-    if unknown := sorted(set(names) - {*TRITON, *CUDA}):
+    names = parser.parse_args().names or [*TRITON, *WITH_PRODUCTS, *CUDA]
+    if unknown := sorted(set(names) - {*TRITON, *WITH_PRODUCTS, *CUDA}):
         parser.error(
-            f"no kernels called {', '.join(unknown)}; there are {', '.join([*TRITON, *CUDA])}"
+            f"no kernels called {', '.join(unknown)}; there are {', '.join([*TRITON, *WITH_PRODUCTS, *CUDA])}"
         )
     for name in names:
-        (of_triton if name in TRITON else of_cuda)(name)
+        (of_cuda if name in CUDA else of_triton)(name)
     return 0
 
 

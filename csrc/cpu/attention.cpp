@@ -151,10 +151,17 @@ void run_pieces(const AttentionSpan& span, const AttentionGradient& grad) {
                all_heads = grad.dbias && grad.dbias_sizes[1] < span.H;
     const int64_t tiles = (span.S + TILE - 1) / TILE, rows = all_rows ? span.B : 1,
                   groups = all_heads ? span.G : 1;
-    const int64_t ld = up_to(span.K, 16);
-    for_each_item(span.B / rows * (span.G / groups) * tiles, 8 * TILE * ld + 4 * TILE * TILE,
-                  span.dtype, [&](int64_t item, void* scratch) {
-                      const int64_t tile = item % tiles, part = item / tiles;
+    const int64_t ld = up_to(span.K, 16), parts = span.B / rows * (span.G / groups);
+    // As many parts at a time as there are threads, tile by tile: pieces that are worked on at once
+    // are of different heads, and none waits for its turn, where there are heads enough.
+    const int64_t together =
+        std::max<int64_t>(1, std::min<int64_t>(parts, torch::stable::get_num_threads()));
+    for_each_item(parts * tiles, 8 * TILE * ld + 4 * TILE * TILE, span.dtype,
+                  [&](int64_t item, void* scratch) {
+                      const int64_t first = item / (together * tiles) * together,
+                                    size = std::min(together, parts - first),
+                                    within = item - first * tiles;
+                      const int64_t tile = within / size, part = first + within % size;
                       const int64_t b0 = part / (span.G / groups) * rows,
                                     g0 = part % (span.G / groups) * groups;
                       for (int64_t b = b0; b < b0 + rows; ++b)

@@ -10,4 +10,19 @@ __all__ = ["FASTER"]
 
 # Kind of device: (dtype, width of a head, causal) -> numbers of queries from which on, and up to
 # which, torch's was faster.
-FASTER: dict[str, dict[tuple[str, int, bool], tuple[tuple[int, int], ...]]] = {}
+FASTER: dict[str, dict[tuple[str, int, bool], tuple[tuple[int, int], ...]]] = {
+    "AuthenticAMD AVX512": {
+        ("torch.float32", 64, False): (),
+        ("torch.float32", 64, True): (),
+        ("torch.float32", 128, False): (),
+        ("torch.float32", 128, True): (),
+        ("torch.bfloat16", 64, False): (),
+        ("torch.bfloat16", 64, True): (),
+        ("torch.bfloat16", 128, False): (),
+        ("torch.bfloat16", 128, True): (),
+        ("torch.float16", 64, False): (),
+        ("torch.float16", 64, True): (),
+        ("torch.float16", 128, False): (),
+        ("torch.float16", 128, True): (),
+    },
+}
