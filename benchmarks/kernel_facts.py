@@ -161,12 +161,41 @@ def rotaries() -> Iterator[Case]:
             yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
 
 
+def attentions() -> Iterator[Case]:
+    """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
+    from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
+    from pyops.ops.attention.operands import operands_of, options_of
+    from pyops.ops.triton import attention as kernels
+
+    tokens, causal = 1024, AttentionMask(causal=True)
+    drops = AttentionDropout(0.1, empty(2, dtype=torch.int64))
+    learned = AttentionBias(scores=empty(1, 8, tokens, tokens))
+    none = AttentionBias()
+    for name, dtype, width, bias, dropout in (
+        ("causal", BF16, 64, none, None),
+        ("causal", BF16, 128, none, None),
+        ("causal", F32, 64, none, None),
+        ("dropout", BF16, 64, none, drops),
+        ("bias", BF16, 64, learned, None),
+    ):
+        q = empty(1, tokens, 8, width, dtype=dtype)
+        operands = operands_of(q, q, causal, bias, dropout)
+        options = options_of(q, q, causal, dropout, scale=0.125, soft_cap=None)._asdict()
+        label, lse = f"{name} {width} {_short(dtype)}", empty(1, 8, tokens, dtype=F32)
+        wanted = {"bias_grad": True, "table_grad": True, **options}
+        forward = partial(kernels.attention_forward, q, q, q, *operands, **options)
+        back = partial(kernels.attention_backward, q, None, q, lse, q, q, q, *operands, **wanted)
+        yield Case(f"{label} forward", forward, 4 * dtype.itemsize, 4 * tokens)
+        yield Case(f"{label} back", back, 8 * dtype.itemsize, 14 * tokens)
+
+
 TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norms,
     "activation": activations,
     "cross_entropy": cross_entropies,
     "dropout": dropouts,
     "rotary": rotaries,
+    "attention": attentions,
 }
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 COLUMNS = {
@@ -195,7 +224,11 @@ def elements(launch: Compiled) -> int:
         "_combine": lambda: 4 * a["BLOCKS"],
         "_statistics": lambda: a["LANES"] * a["GROUP"],
         "_rotary": lambda: a["HEADS"] * 2 * a["PAIRS"],
-    }.get(launch.kernel, lambda: a.get("ROWS", 1) * a.get("COLUMNS", a.get("BLOCK", 1)))()
+        "_sum_products": lambda: a["ROWS"] * a["WIDTH"],
+    }.get(
+        launch.kernel,
+        lambda: a.get("ROWS", a.get("M", 1)) * a.get("COLUMNS", a.get("BLOCK", a.get("N", 1))),
+    )()
 
 
 def line(name: str, machine: Machine, warps: int, dynamic: int = 0) -> str:

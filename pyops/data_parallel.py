@@ -138,7 +138,8 @@ class DataParallel(nn.Module):
             broadcast once. A parameter that is not contiguous becomes contiguous.
         group: the ranks that hold replicas; None for the default group (one process where
             torch.distributed is not initialized), pyops.mesh.ALONE for this process alone.
-        mesh: a pyops.mesh.Mesh or torch DeviceMesh, in place of `group`: its ranks along "dp".
+        mesh: a pyops.mesh.Mesh or torch DeviceMesh, in place of `group`: its ranks along
+            "dp" and "cp", which hold the same parameters and see other tokens.
         bucket_bytes: how many bytes of gradients are reduced at a time.
         algorithm: as for `pyops.comm.all_reduce`; of no meaning with a codec. "symmetric": the
             gradients lie in symmetric memory, and buckets are reduced where they lie.
@@ -183,7 +184,7 @@ class DataParallel(nn.Module):
         **unknown: object,
     ) -> None:
         refuse_renamed("DataParallel", unknown, {"op": "reduction"})
-        group = axis_group("DataParallel", "dp", group=group, mesh=mesh)
+        group = axis_group("DataParallel", ("dp", "cp"), group=group, mesh=mesh)
         ranks = resolve(group, "DataParallel")
         super().__init__()
         with ranks_agree(group):
