@@ -81,7 +81,7 @@ BOUNDS = {
     "rotary: pairs fp32: rotary": (40, 13),
 }
 COLUMN_SUM = (56, 14)
-SPILLED = {  # bytes, stored before the loop and loaded behind it
+SPILLED = {  # bytes
     "norm: add layer back 16384 bf16: rows_backward": 16,
     "norm: add layer back 2048 fp32: rows_backward": 8,
 }

@@ -10,10 +10,11 @@
 //
 // WITHOUT=reduce.cuh:46 takes the barrier or fence at that line out: threads still wait for each
 // other there, and no memory is ordered by it. COVERED=1 prints the barriers and fences that were
-// met, of CTAs that run one after the other.
+// met.
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -114,6 +115,15 @@ const bool covered = getenv("COVERED");
 const char* met_files[64];
 int met_lines[64], met_count;
 
+std::atomic_flag noting = ATOMIC_FLAG_INIT;
+struct Held {
+    Held() {
+        while (noting.test_and_set(std::memory_order_acquire)) {
+        }
+    }
+    ~Held() { noting.clear(std::memory_order_release); }
+};
+
 // What a place in the source is called; no function of the library, whose accesses would be seen.
 bool is_called(const char* name, const char* file, int line) {
     for (const char* c = file; *c; ++c)
@@ -128,6 +138,7 @@ bool is_called(const char* name, const char* file, int line) {
 // Whether what stands at this place orders memory.
 bool orders(const char* file, int line) {
     if (covered) {
+        const Held one_at_a_time;  // CTAs may run at once
         int i = 0;
         while (i < met_count && (met_files[i] != file || met_lines[i] != line)) ++i;
         if (i == met_count && i < 64) met_files[i] = file, met_lines[i] = line, ++met_count;

@@ -9,6 +9,9 @@ mutants   the same with one barrier or fence that orders nothing, for each that 
           kernels: it must be reported, or be one of REDUNDANT
 asan      tensors of exactly their size, at aligned and odd addresses; and undefined behaviour
 
+The kernels in which ranks meet have a program of their own, symmetric/emulation/race.cpp, whose
+ranks and CTAs run at once.
+
 Needs g++ and no GPU. What it can't see: the order of one warp's own lanes, which run in lockstep in
 the emulation's votes and shuffles, and what the hardware does beyond CUDA's memory model.
 """
@@ -28,9 +31,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 KERNELS = ROOT / "csrc" / "cuda"
 EMULATION = HERE.parent / "emulation"
+MEETING = HERE.parent / "symmetric" / "emulation" / "race.cpp"
 
 # From cheap to dear: a mutant is tried on one after the other until it is reported.
 FAMILIES = ("norm", "sum", "random", "adafactor", "layers", "codecs", "step")
+# A null pointer is for AddressSanitizer: GCC asks whether threadIdx lies at null by the flags of
+# the addition that gives its address, which ld turns into a lea, which sets none.
+WITHOUT_NULL = "-fno-sanitize=null"
+# Of the program in which ranks meet: the argument that it takes for each.
+MEETINGS: dict[str, tuple[str, ...]] = {"symmetric": (), "symmetric step": ("step",)}
 FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wno-unknown-pragmas")
 EXPLAINED = {"raise_flag": "several warps write the same value"}
 # Barriers that order nothing that any kernel relies on today, by the text of their line.
@@ -44,35 +53,65 @@ REDUNDANT = {
 }
 
 
-def build(folder: Path, sanitizers: str, sources: list[Path]) -> Path:
-    """The program of the cases, with the kernels compiled under these sanitizers."""
-    program, objects = folder / f"cases-{sanitizers.split(',')[0]}", []
+class Program:
+    """The cases of one source, with the kernels compiled under some sanitizers.
 
-    def compiled(source: Path) -> Path:
-        out = folder / f"{source.stem}-{sanitizers.split(',')[0]}.o"
-        instrumented = [f"-fsanitize={sanitizers}"]
-        if source.stem == "runtime":
-            instrumented = ["-DPYOPS_TSAN"] if sanitizers == "thread" else []
-        command = [os.environ.get("CXX", "g++"), *FLAGS, *instrumented]
-        command += [f"-I{EMULATION}", "-c", str(source), "-o", str(out)]
-        subprocess.run(command, check=True)
-        return out
+    Args:
+        folder: Where it is made.
+        sanitizers: For -fsanitize.
+        at_once: Whether it is the program in which ranks meet.
+    """
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
-    link = [os.environ.get("CXX", "g++"), f"-fsanitize={sanitizers}", *map(str, objects)]
-    subprocess.run([*link, "-o", str(program), "-lpthread"], check=True)
-    return program
+    def __init__(self, folder: Path, sanitizers: str, *, at_once: bool) -> None:
+        label = f"{'symmetric' if at_once else 'cases'}-{sanitizers.split(',')[0]}"
+        self._path = folder / label
+        sources = [EMULATION / "runtime.cpp"]
+        if at_once:
+            sources.append(MEETING)
+        else:
+            sources += [EMULATION / "kernels.cpp", EMULATION / "codecs.cpp", HERE / "cases.cpp"]
+
+        def compiled(source: Path) -> Path:
+            out = folder / f"{source.stem}-{label}.o"
+            instrumented = [f"-fsanitize={sanitizers}"]
+            instrumented += [WITHOUT_NULL] if "undefined" in sanitizers else []
+            if source.stem == "runtime":
+                instrumented = ["-DPYOPS_TSAN"] if sanitizers == "thread" else []
+            command = [os.environ.get("CXX", "g++"), *FLAGS, *instrumented]
+            command += ["-DPYOPS_AT_ONCE"] if at_once else []
+            command += [f"-I{EMULATION}", f"-I{ROOT}", "-c", str(source), "-o", str(out)]
+            subprocess.run(command, check=True)
+            return out
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, sources))
+        link = [os.environ.get("CXX", "g++"), f"-fsanitize={sanitizers}", *map(str, objects)]
+        subprocess.run([*link, "-o", str(self._path), "-lpthread"], check=True)
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            # ThreadSanitizer's shadow wants its addresses.
+            ["setarch", "-R", str(self._path), *arguments],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
 
 
-def run(program: Path, family: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["setarch", "-R", str(program), family],  # ThreadSanitizer's shadow wants its addresses
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+class Families:
+    """Every family of kernels and the program that calls it."""
+
+    def __init__(self, folder: Path, sanitizers: str) -> None:
+        alone = Program(folder, sanitizers, at_once=False)
+        together = Program(folder, sanitizers, at_once=True)
+        self._calls = {name: (alone, (name,)) for name in FAMILIES}
+        self._calls |= {name: (together, arguments) for name, arguments in MEETINGS.items()}
+        self.names = tuple(self._calls)
+
+    def run(self, family: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        program, arguments = self._calls[family]
+        return program.run(*arguments, **environment)
 
 
 def reports(text: str) -> list[str]:
@@ -89,7 +128,7 @@ def sites() -> dict[str, str]:
     found = {}
     for path in sorted(KERNELS.glob("*.cuh")):
         for number, text in enumerate(path.read_text().splitlines(), start=1):
-            if re.search(r"__(syncthreads|threadfence)\(\)", text.split("//")[0]):
+            if re.search(r"__(syncthreads(_or)?|threadfence)\(", text.split("//")[0]):
                 found[f"{path.name}:{number}"] = text.strip()
     return found
 
@@ -100,29 +139,29 @@ def tsan_options(folder: Path, *, stop: bool) -> str:
     return f"suppressions={suppressions} halt_on_error={int(stop)} report_thread_leaks=0"
 
 
-def check_races(program: Path, folder: Path) -> tuple[list[str], dict[str, set[str]]]:
+def check_races(families: Families, folder: Path) -> tuple[list[str], dict[str, set[str]]]:
     """What is wrong, and which barriers and fences each family meets."""
     wrong, met = [], {}
-    for family in FAMILIES:
+    for family in families.names:
         begin = time.monotonic()
-        done = run(program, family, TSAN_OPTIONS=tsan_options(folder, stop=False), COVERED="1")
+        done = families.run(family, TSAN_OPTIONS=tsan_options(folder, stop=False), COVERED="1")
         met[family] = set(re.findall(r"^met (\S+)", done.stdout, re.MULTILINE))
         found = sorted(set(reports(done.stderr)))
         if "done" not in done.stdout:
             found.append(f"it ended with {done.returncode}: {done.stderr[-500:]}")
         wrong += [f"tsan, {family}: {each}" for each in found]
-        print(f"tsan     {family:<8} {len(found)} findings {time.monotonic() - begin:6.1f} s")
+        print(f"tsan     {family:<14} {len(found)} findings {time.monotonic() - begin:6.1f} s")
     return wrong, met
 
 
-def check_mutants(program: Path, folder: Path, met: dict[str, set[str]]) -> list[str]:
+def check_mutants(families: Families, folder: Path, met: dict[str, set[str]]) -> list[str]:
     wrong, options = [], tsan_options(folder, stop=True)
-    if reports(run(program, "norm", TSAN_OPTIONS=options, WITHOUT="nothing.cuh:1").stderr):
+    if reports(families.run("norm", TSAN_OPTIONS=options, WITHOUT="nothing.cuh:1").stderr):
         wrong.append("mutant, none: something was reported with nothing taken out")
     for site, text in sites().items():
         begin, seen = time.monotonic(), ""
-        for family in (f for f in FAMILIES if site in met[f]):
-            if found := reports(run(program, family, TSAN_OPTIONS=options, WITHOUT=site).stderr):
+        for family in (f for f in families.names if site in met[f]):
+            if found := reports(families.run(family, TSAN_OPTIONS=options, WITHOUT=site).stderr):
                 seen = f"{family}: {found[0]}"
                 break
         if not seen and text in REDUNDANT:
@@ -133,12 +172,11 @@ def check_mutants(program: Path, folder: Path, met: dict[str, set[str]]) -> list
     return wrong
 
 
-def check_addresses(program: Path) -> list[str]:
+def check_addresses(families: Families) -> list[str]:
     wrong = []
-    for family in FAMILIES:
+    for family in families.names:
         begin = time.monotonic()
-        done = run(
-            program,
+        done = families.run(
             family,
             ASAN_OPTIONS="detect_stack_use_after_return=0 detect_leaks=0",
             UBSAN_OPTIONS="print_stacktrace=1 halt_on_error=1",
@@ -146,27 +184,27 @@ def check_addresses(program: Path) -> list[str]:
         good = done.returncode == 0 and "done" in done.stdout and "runtime error" not in done.stderr
         if not good:
             wrong.append(f"asan, {family}: {done.stderr[:2000]}")
-        print(f"asan     {family:<8} {0 if good else 1} findings {time.monotonic() - begin:6.1f} s")
+        print(
+            f"asan     {family:<14} {0 if good else 1} findings {time.monotonic() - begin:6.1f} s"
+        )
     return wrong
 
 
 def main(chosen: list[str]) -> int:
     chosen = chosen or ["tsan", "mutants", "asan"]
     wrong = []
-    sources = [EMULATION / f"{stem}.cpp" for stem in ("kernels", "codecs", "runtime")]
-    sources.append(HERE / "cases.cpp")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"tsan", "mutants"} & set(chosen):
-            program = build(folder, "thread", sources)
-            found, met = check_races(program, folder)
+            families = Families(folder, "thread")
+            found, met = check_races(families, folder)
             wrong += found
             if unmet := sorted(set(sites()).difference(*met.values())):
                 wrong.append(f"no case comes to {', '.join(unmet)}")
             if "mutants" in chosen:
-                wrong += check_mutants(program, folder, met)
+                wrong += check_mutants(families, folder, met)
         if "asan" in chosen:
-            wrong += check_addresses(build(folder, "address,undefined", sources))
+            wrong += check_addresses(Families(folder, "address,undefined"))
     print("\n".join(wrong) or "nothing found but what is explained")
     return 1 if wrong else 0
 
