@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from pyops.plan.shapes import PlanError
 __all__ = ["Machine", "ProfiledCosts"]
 
 SHORTEST = 0.02  # seconds that each measurement takes
-ROUNDS = 5
+ROUNDS = 9
 WIDTHS = (128, 512)  # of the products
 ROWS = 512  # of the products
 COPY_BYTES = 32 << 20
@@ -37,19 +36,14 @@ LATENCY = 20e-6
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median of several times."""
+    """The shortest of many times, in which nobody else took the processor."""
     call()
-    start = time.perf_counter()
-    call()
-    once = max(1e-9, time.perf_counter() - start)
-    times = max(1, round(SHORTEST / ROUNDS / once))
-    found = []
-    for _ in range(ROUNDS):
+    found: list[float] = []
+    while len(found) < ROUNDS or sum(found) < SHORTEST:
         start = time.perf_counter()
-        for _ in range(times):
-            call()
-        found.append((time.perf_counter() - start) / times)
-    return median(found)
+        call()
+        found.append(max(1e-9, time.perf_counter() - start))
+    return min(found)
 
 
 @dataclass(frozen=True)
@@ -146,14 +140,14 @@ def _sum(nbytes: int, group: dist.ProcessGroup) -> float:
 
 
 def _in_step(call: Callable[[], object], group: dist.ProcessGroup) -> float:
-    """The median of as many times on every rank."""
+    """The shortest of as many times on every rank."""
     found = []
-    for _ in range(ROUNDS + 2):
+    for _ in range(2 * ROUNDS):
         dist.barrier(group)
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)
-    return median(found[2:])
+    return min(found)
 
 
 @dataclass(frozen=True)
