@@ -125,7 +125,6 @@ def gpt(
         num_heads=heads,
         vocab_size=vocab,
         sequence_length=sequence,
-        attention_dropout=True,
     )
 
 

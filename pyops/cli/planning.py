@@ -90,7 +90,6 @@ def plan(given: argparse.Namespace) -> str:
     if not given.cluster and not given.measured:
         return _adapted(given.model, given.overrides, ranks=given.ranks)
     from pyops.plan import Options, best, explain, summary, table
-    from pyops.plan.layout import RECOMPUTE
 
     shape, section, defaults = _model(given)
     cluster = _cluster(given)
@@ -99,8 +98,6 @@ def plan(given: argparse.Namespace) -> str:
         precision=given.precision or defaults.get("precision", "bf16"),
         memory_part=given.memory_part,
         fixed=_fixed(given.fix),
-        # The core of attention has no name of its own in models of transformers.
-        recompute=("none", "block") if "blocks" in defaults else RECOMPUTE,
     )
     found = best(shape, cluster, options)
     blocks = str(defaults.get("blocks", "blocks.*"))

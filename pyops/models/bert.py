@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.mesh import ALONE
-from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
+from pyops.models.config_checks import (
+    ACTIVATIONS,
+    POSITIONS,
+    check_config,
+    check_pattern,
+    pattern_of,
+)
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import IGNORED, VocabularyHead
@@ -80,6 +86,12 @@ class BERTConfig:
     """Probability with which elements of the embedding and of what blocks add are dropped."""
     attention_dropout: float = 0.0
     """Probability with which attention weights are dropped."""
+    pattern: str = ""
+    """Which blocks of tokens attention sees: a text such as "BigBird(seed=1) | Longformer()", of
+    the patterns of `pyops.attention` (or one of these itself, of which the text is kept); "":
+    all."""
+    pattern_block: int = 64
+    """Tokens of a block's side, a multiple of 16."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -94,6 +106,7 @@ class BERTConfig:
             ),
             choices={"activation": ("gelu", "gelu_tanh", "relu"), "positions": POSITIONS},
         )
+        check_pattern(self)
 
     @property
     def mlp_width(self) -> int:
@@ -145,7 +158,12 @@ class BERTBlock(nn.Module):
             config.dim,
             config.num_heads,
             AttentionConfig(
-                dropout=config.attention_dropout, interleaved=True, skip_bias=True, seed=None
+                dropout=config.attention_dropout,
+                interleaved=True,
+                pattern=pattern_of(config),
+                pattern_block=config.pattern_block,
+                skip_bias=True,
+                seed=None,
             ),
             **layout.parallel,
         )

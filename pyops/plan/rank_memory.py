@@ -100,13 +100,11 @@ def state_bytes(
     )
 
 
-def _scores(shape: ModelShape, layout: Layout, software: Software, element: int) -> float:
+def _scores(shape: ModelShape, layout: Layout, software: Software) -> float:
     """Of the core of attention, of a block and micro-batch."""
     rows, s, a = layout.micro_batch, shape.sequence_length, shape.num_heads
     if software.activations == "megatron":
         return 0.0 if software.fused_attention else 5.0 * a * s * s * rows / layout.tp
-    if shape.attention_dropout:
-        return 2.0 * element * a * s * s * rows / layout.tp + s * s
     return 4.0 * a * s * rows / layout.tp  # a number for each row of scores
 
 
@@ -146,7 +144,7 @@ def block_bytes(
             if shape.kv_heads == shape.num_heads:
                 inside += shape.query_width
     found = between + element * inside * tokens / t
-    return found if recompute == "attention" else found + _scores(shape, layout, software, element)
+    return found if recompute == "attention" else found + _scores(shape, layout, software)
 
 
 def blocks_of_a_rank(shape: ModelShape, layout: Layout) -> int:

@@ -28,7 +28,16 @@ LAYERS = [
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
-    ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
+    [
+        "data_parallel",
+        "onebit",
+        "zero",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline",
+        "recompute",
+        "checkpoint",
+    ],
     ["models", "data"],
     ["hub", "elastic"],
     ["parallel"],
@@ -45,6 +54,14 @@ SAME_LAYER_ALLOWED = {
 # Folders and files of a room, lowest first; those of one list do not import each other. `__init__`
 # stands above all of them.
 FLOORS = {
+    "attention": [
+        ["blocks_named", "documents", "extent", "picture"],
+        ["parts"],
+        ["pattern"],
+        ["layouts", "local_windows", "windows"],
+        ["deepspeed", "pattern_text"],
+        ["applied"],
+    ],
     "checkpoint": [
         ["format"],
         ["flat_state", "loading", "writing"],
