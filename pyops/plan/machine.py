@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from pyops.comm.agreement import gather
 from pyops.mesh import ProcessGroupLike, resolve
 from pyops.pipeline import Profile, balance, schedule, simulate
 from pyops.plan.clusters import GIB, Cluster, Device, Efficiency, Link
@@ -67,7 +68,8 @@ class Machine:
 
     @classmethod
     def here(cls, *, group: ProcessGroupLike = None) -> Machine:
-        """Measure this machine, on the CPU; with a group all its ranks at the same time.
+        """Measure this machine, on the CPU; with a group all its ranks at the same time, and the
+        slowest of them counts: the result is the same on every rank.
 
         Args:
             group: The ranks between which messages are timed. None: the default group, or this
@@ -90,7 +92,8 @@ class Machine:
             bandwidth = moved / max(1e-9, large - small)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         name = f"{platform.machine()}, {torch.get_num_threads()} threads"
-        return cls(name, products, copy, pages / GIB / number, number, latency, bandwidth)
+        found = cls(name, products, copy, pages / GIB / number, number, latency, bandwidth)
+        return found if number == 1 else _slowest(gather(found, group=group))
 
     def cluster(self, *, devices: int = 0) -> Cluster:
         """The machine to plan for.
@@ -127,6 +130,24 @@ class Machine:
                 "failures": "of the H100's file",
             },
         )
+
+
+def _slowest(several: Sequence[Machine]) -> Machine:
+    """Of each figure that of the rank where it is worst."""
+    first = several[0]
+    return replace(
+        first,
+        products={
+            precision: {
+                width: min(each.products[precision][width] for each in several) for width in widths
+            }
+            for precision, widths in first.products.items()
+        },
+        copy=min(each.copy for each in several),
+        memory_gib=min(each.memory_gib for each in several),
+        latency=max(each.latency for each in several),
+        bandwidth=min(each.bandwidth for each in several),
+    )
 
 
 def _product(width: int, dtype: torch.dtype) -> float:
