@@ -220,7 +220,7 @@ class ModelShape:
         if kind not in KINDS:
             raise PlanError(
                 f"config.json has model_type {kind!r}, whose costs are not known; known are "
-                f"{', '.join(KINDS)}. Give the sizes as numbers, ModelShape(num_layers=...), or a "
+                f"{', '.join(KINDS)}. Give the sizes as numbers, by ModelShape(), or a "
                 "GPT of pyops in a TOML file"
             )
         read = ConfigFields(values)
