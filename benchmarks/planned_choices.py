@@ -51,7 +51,7 @@ def network(cluster: Cluster, gbit: float) -> Cluster:
 
 
 H100 = load_cluster("h100")
-SMALL = replace(gpt(24, 1024, 16, vocab=50304), attention_dropout=False, name="GPT 0.35B")
+SMALL = replace(gpt(24, 1024, 16, vocab=50304), name="GPT 0.35B")
 SHAPES = {
     "8B": llama(32, 4096, 32, 14336),
     "70B": llama(80, 8192, 64, 28672),

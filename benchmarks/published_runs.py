@@ -125,7 +125,6 @@ def gpt(
         num_heads=heads,
         vocab_size=vocab,
         sequence_length=sequence,
-        attention_dropout=True,
     )
 
 
@@ -381,7 +380,8 @@ def _megatron_core() -> Table:
         tuple(runs),
         "nothing: the table is blind",
         0.20,
-        "stages of a rank; of Megatron-core tp and pp; of MegaScale tp, pp and the batch",
+        "stages of a rank; of Megatron-core tp and pp; of MegaScale tp, pp, the batch, and blocks "
+        "and attention of a GPT, which are others there",
     )
 
 
@@ -406,8 +406,8 @@ def _torchtitan() -> Table:
         tuple(runs),
         "nothing: the table is blind",
         0.35,
-        "nothing computed again, where torchtitan computes part of the products again; the H100 of "
-        "the data sheet, 700 W and 3.35 TB/s",
+        "nothing computed again, where torchtitan recomputes selectively; the H100 of the data "
+        "sheet, 700 W and 3.35 TB/s",
     )
 
 

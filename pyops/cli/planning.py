@@ -1,9 +1,8 @@
 """`pyops plan`: which layout for a model on a cluster, or which one a TOML file has on N ranks.
 
 $ pyops plan llama-8b --cluster h100 --devices 64 --batch 512
-llama-8b, 8.03 billion parameters, on 64 x NVIDIA H100 SXM (8 nodes), bf16, ...
-* dp 64          2   1x8 none   55.4   8.62 s   7,607   44%
-...
+llama-8b, 8.03 billion parameters, on 64 x NVIDIA H100 SXM (8 nodes), bf16, 512 rows a step
+* dp 64          2   1x8 none   59.0   8.67 s   7,563   44%
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
+
+from pyops.cli.first_rank import is_first_rank
 
 if TYPE_CHECKING:
     from pyops.plan import Cluster, ModelShape, Plan
@@ -90,7 +91,6 @@ def plan(given: argparse.Namespace) -> str:
     if not given.cluster and not given.measured:
         return _adapted(given.model, given.overrides, ranks=given.ranks)
     from pyops.plan import Options, best, explain, summary, table
-    from pyops.plan.layout import RECOMPUTE
 
     shape, section, defaults = _model(given)
     cluster = _cluster(given)
@@ -99,12 +99,10 @@ def plan(given: argparse.Namespace) -> str:
         precision=given.precision or defaults.get("precision", "bf16"),
         memory_part=given.memory_part,
         fixed=_fixed(given.fix),
-        # The core of attention has no name of its own in models of transformers.
-        recompute=("none", "block") if "blocks" in defaults else RECOMPUTE,
     )
     found = best(shape, cluster, options)
     blocks = str(defaults.get("blocks", "blocks.*"))
-    if given.write:
+    if given.write and is_first_rank():
         _write(given.write, found, section, blocks)
     if given.json:
         return found.to_json()

@@ -19,11 +19,6 @@ from typing import Any
 
 from pyops.plan.shapes import PlanError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 __all__ = ["Cluster", "Device", "Efficiency", "Link", "cluster_names", "load_cluster"]
 
 DATA = Path(__file__).parent / "data"
@@ -181,6 +176,11 @@ def load_cluster(name: str | Path) -> Cluster:
                 "TOML file of yours, whose keys are those of pyops/plan/data, or measure this "
                 "machine with --measured"
             )
+    # Planning without a file needs no reader, which Python 3.10 has not of its own.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:

@@ -137,12 +137,8 @@ def _pipelines(case: Case, ranks: int) -> Iterator[tuple[int, str, int]]:
 def _layouts(case: Case, options: Options, batch: int) -> Iterator[Layout]:
     """All that make a whole grid and share the rows of a batch."""
     ranks = case.cluster.num_devices
-    # Scores that are never in memory need no recomputation.
-    recomputes = tuple(
-        each
-        for each in options.recompute
-        if each != "attention" or not case.software.fused_attention
-    )
+    fused = case.software.fused_attention  # whose core has little to compute again
+    recomputes = tuple(each for each in options.recompute if not (fused and each == "attention"))
     pipelines = list(_pipelines(case, ranks))
     for t in _widths(case, ranks):
         for p, schedule, v in pipelines:

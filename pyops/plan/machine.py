@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from pyops.comm.agreement import gather
 from pyops.mesh import ProcessGroupLike, resolve
 from pyops.pipeline import Profile, balance, schedule, simulate
 from pyops.plan.clusters import GIB, Cluster, Device, Efficiency, Link
@@ -26,7 +26,7 @@ from pyops.plan.shapes import PlanError
 __all__ = ["Machine", "ProfiledCosts"]
 
 SHORTEST = 0.02  # seconds that each measurement takes
-ROUNDS = 5
+ROUNDS = 9
 WIDTHS = (128, 512)  # of the products
 ROWS = 512  # of the products
 COPY_BYTES = 32 << 20
@@ -37,19 +37,14 @@ LATENCY = 20e-6
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median of several times."""
+    """The shortest of many times, in which nobody else took the processor."""
     call()
-    start = time.perf_counter()
-    call()
-    once = max(1e-9, time.perf_counter() - start)
-    times = max(1, round(SHORTEST / ROUNDS / once))
-    found = []
-    for _ in range(ROUNDS):
+    found: list[float] = []
+    while len(found) < ROUNDS or sum(found) < SHORTEST:
         start = time.perf_counter()
-        for _ in range(times):
-            call()
-        found.append((time.perf_counter() - start) / times)
-    return median(found)
+        call()
+        found.append(max(1e-9, time.perf_counter() - start))
+    return min(found)
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,8 @@ class Machine:
 
     @classmethod
     def here(cls, *, group: ProcessGroupLike = None) -> Machine:
-        """Measure this machine, on the CPU; with a group all its ranks at the same time.
+        """Measure this machine, on the CPU; with a group all its ranks at the same time, and the
+        slowest of them counts: the result is the same on every rank.
 
         Args:
             group: The ranks between which messages are timed. None: the default group, or this
@@ -96,7 +92,8 @@ class Machine:
             bandwidth = moved / max(1e-9, large - small)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         name = f"{platform.machine()}, {torch.get_num_threads()} threads"
-        return cls(name, products, copy, pages / GIB / number, number, latency, bandwidth)
+        found = cls(name, products, copy, pages / GIB / number, number, latency, bandwidth)
+        return found if number == 1 else _slowest(gather(found, group=group))
 
     def cluster(self, *, devices: int = 0) -> Cluster:
         """The machine to plan for.
@@ -135,6 +132,24 @@ class Machine:
         )
 
 
+def _slowest(several: Sequence[Machine]) -> Machine:
+    """Of each figure that of the rank where it is worst."""
+    first = several[0]
+    return replace(
+        first,
+        products={
+            precision: {
+                width: min(each.products[precision][width] for each in several) for width in widths
+            }
+            for precision, widths in first.products.items()
+        },
+        copy=min(each.copy for each in several),
+        memory_gib=min(each.memory_gib for each in several),
+        latency=max(each.latency for each in several),
+        bandwidth=min(each.bandwidth for each in several),
+    )
+
+
 def _product(width: int, dtype: torch.dtype) -> float:
     a, b = torch.randn(ROWS, width).to(dtype), torch.randn(width, 4 * width).to(dtype)
     return 2.0 * ROWS * width * 4 * width / _seconds(lambda: a @ b)
@@ -146,14 +161,14 @@ def _sum(nbytes: int, group: dist.ProcessGroup) -> float:
 
 
 def _in_step(call: Callable[[], object], group: dist.ProcessGroup) -> float:
-    """The median of as many times on every rank."""
+    """The shortest of as many times on every rank."""
     found = []
-    for _ in range(ROUNDS + 2):
+    for _ in range(2 * ROUNDS):
         dist.barrier(group)
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)
-    return median(found[2:])
+    return min(found)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _scores(shape: ModelShape, layout: Layout, software: Software) -> float:
     rows, s, a = layout.micro_batch, shape.sequence_length, shape.num_heads
     if software.activations == "megatron":
         return 0.0 if software.fused_attention else 5.0 * a * s * s * rows / layout.tp
-    return 4.0 * a * s * rows / layout.tp  # of each row of scores
+    return 4.0 * a * s * rows / layout.tp  # a number for each row of scores
 
 
 def block_bytes(

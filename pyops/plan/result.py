@@ -1,8 +1,8 @@
 """Plan: what a search has chosen, as a ParallelPlan, as TOML that `pyops train` takes, as JSON.
 
 best(shape, cluster, Options(batch=64))   -> Plan
-plan.parallel_plan()                      -> ParallelPlan(tp=2, zero=ZeroConfig(stage=1), ...)
-plan.toml()                               -> [parallel] tp = 2 ...
+plan.parallel_plan()                      -> ParallelPlan(tp=2, zero=ZeroConfig(stage=1))
+plan.toml()                               -> [parallel] tp = 2, [zero] stage = 1
 """
 
 from __future__ import annotations

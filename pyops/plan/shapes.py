@@ -67,8 +67,6 @@ class ModelShape:
     """Whether the head is the table of the embedding."""
     learned_positions: bool = True
     """Whether there is a table of positions."""
-    attention_dropout: bool = False
-    """Whether attention weights are dropped, and so made and kept."""
     name: str = "model"
     """What the tables call it."""
 
@@ -203,7 +201,6 @@ class ModelShape:
             rms_norm=config.norm == "rmsnorm",
             tied_head=config.tied_head,
             learned_positions=config.positions == "learned",
-            attention_dropout=config.attention_dropout > 0,
             name=name,
         )
 
@@ -223,7 +220,7 @@ class ModelShape:
         if kind not in KINDS:
             raise PlanError(
                 f"config.json has model_type {kind!r}, whose costs are not known; known are "
-                f"{', '.join(KINDS)}. Give the sizes as numbers, ModelShape(num_layers=...), or a "
+                f"{', '.join(KINDS)}. Give the sizes as numbers, by ModelShape(), or a "
                 "GPT of pyops in a TOML file"
             )
         read = ConfigFields(values)
@@ -235,7 +232,6 @@ class ModelShape:
                 vocab_size=read.integer("vocab_size"),
                 sequence_length=read.integer("n_positions"),
                 hidden=read.integer("n_inner", 0, optional=True),
-                attention_dropout=read.probability("attn_pdrop", 0.1) > 0,
                 name=name,
             )
         heads = read.integer("num_attention_heads")
@@ -254,7 +250,6 @@ class ModelShape:
             qkv_bias=kind in BIASED_QUERIES,
             tied_head=read.flag("tie_word_embeddings", False),
             learned_positions=False,
-            attention_dropout=read.probability("attention_dropout", 0.0) > 0,
             name=name,
         )
 

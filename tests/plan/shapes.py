@@ -17,7 +17,6 @@ def gpt(layers: int, width: int, heads: int, *, vocab: int = 51200, sequence: in
         num_heads=heads,
         vocab_size=vocab,
         sequence_length=sequence,
-        attention_dropout=True,
         name=f"GPT {layers} x {width}",
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from pyops.pipeline import LayerCosts, Profile
 from pyops.plan import Layout, Machine, Options, PlanError, ProfiledCosts, best
-from pyops.plan.machine import WIDTHS
+from pyops.plan.machine import WIDTHS, _slowest
 from tests.plan.shapes import TINY
 
 pytestmark = pytest.mark.cpu_only
@@ -31,6 +31,15 @@ def test_a_measured_machine_predicts_what_was_measured():
     assert best(TINY, cluster, Options(batch=4, precision="fp32")).best.seconds > 0
 
 
+def test_the_slowest_rank_counts():
+    quick = {width: 3 * rate for width, rate in WIDE.items()}
+    other = replace(MACHINE, products={"fp32": quick, "bf16": quick}, latency=1e-3, bandwidth=1e9)
+    for several in ([MACHINE, other], [other, MACHINE]):
+        found = _slowest(several)
+        assert found.products == MACHINE.products
+        assert (found.latency, found.bandwidth, found.copy) == (1e-3, 1e9, 10e9)
+
+
 def test_a_machine_whose_wide_products_are_slower_has_no_half_width():
     slower = replace(MACHINE, products={"fp32": {WIDTHS[0]: 32e9, WIDTHS[1]: 20e9}})
     efficiency = slower.cluster().device.efficiency
@@ -44,9 +53,10 @@ def _measured(rank: int, group: Any) -> tuple[Machine, bool]:
 
 
 def test_this_machine_is_measured_between_ranks(world):
-    (first, both), (_, other) = world(2).run(_measured)
+    (first, both), (second, other) = world(2).run(_measured)
     assert both
     assert other
+    assert first == second
     rates = [rate for widths in first.products.values() for rate in widths.values()]
     assert all(1e7 < rate < 1e15 for rate in rates)
     assert 1e8 < first.copy < 1e13

@@ -119,7 +119,7 @@ def test_a_folder_is_read(tmp_path):
     of_file = ModelShape.of_folder(tmp_path / "config.json")
     assert (shape.name, of_file.name) == (tmp_path.name, "config")
     assert replace(of_file, name=shape.name) == shape
-    assert (shape.num_layers, shape.dim, shape.attention_dropout) == (2, 16, True)
+    assert (shape.num_layers, shape.dim, shape.learned_positions) == (2, 16, True)
 
 
 def test_longer_rows_than_positions_are_refused():
