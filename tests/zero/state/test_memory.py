@@ -25,8 +25,8 @@ WIDTH, LAYERS = 256, 6
 FORMULA = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 
 
-# Tensors without memory of their own. The elements of a reduced gradient are in chunks, which count;
-# torch's tracers keep fake tensors in their caches.
+# Tensors without memory of their own: the elements of a reduced gradient are in chunks, which
+# count, and torch's tracers keep fake tensors in their caches.
 WITHOUT_MEMORY = (ReducedGradient, FakeTensor)
 
 
