@@ -22,11 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pyops.context_parallel import ContextRanks, token_mean
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
+from pyops.models.context import TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
-from pyops.models.vocabulary_head import VocabularyHead
+from pyops.models.vocabulary_head import IGNORED, VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
@@ -169,11 +171,11 @@ class GPTEmbedding(nn.Module):
         self.dropout = layout.dropout(config.dropout, config.dim)
 
     def forward(self, tokens_BT: Tensor, *, first: int = 0) -> Tensor:
+        tokens_BT = self.layout.own_tokens(tokens_BT)
         x = self.token(tokens_BT)
         if self.position is not None:
-            place_BT = torch.arange(
-                first, first + tokens_BT.shape[1], device=tokens_BT.device
-            ).expand_as(tokens_BT)
+            places = self.layout.own_places(tokens_BT.shape[1], tokens_BT.device)
+            place_BT = (first + places).expand_as(tokens_BT)
             x = x + self.position(self.layout.take_index(place_BT))
         result: Tensor = self.dropout(x)
         return result
@@ -184,6 +186,7 @@ class GPTBlock(nn.Module):
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout, rotary: Rotary | None) -> None:
         super().__init__()
+        self.layout = layout
         self.norm1, self.norm2 = (
             layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
             for _ in range(2)
@@ -202,6 +205,7 @@ class GPTBlock(nn.Module):
             ),
             **layout.parallel,
         )
+        layout.attend_over_ranks(self.attention)
         activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
@@ -223,8 +227,13 @@ class GPTBlock(nn.Module):
     def forward(
         self, x: Tensor, shape: Shape | None = None, *, past: KVCache | None = None
     ) -> Tensor:
+        shape = self.layout.own_shape(shape)
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
-        turns = None if self.rotary is None else self.rotary(length, first=first)
+        turns = None
+        if self.rotary is not None and self.layout.context is None:
+            turns = self.rotary(length, first=first)
+        elif self.rotary is not None:
+            turns = self.rotary.at(self.layout.own_places(length, x.device))
         y = self.dropout1(
             *self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x
         )
@@ -237,6 +246,7 @@ class GPTHead(nn.Module):
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
+        self.layout = layout
         self.norm = layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
         self.output = VocabularyHead(config.vocab_size, config.dim, layout=layout)
 
@@ -249,11 +259,15 @@ class GPTHead(nn.Module):
         gather: bool = True,
         reduction: str = "mean",
     ) -> Tensor:
-        x = self.norm(x)
+        x, shape = self.norm(x), self.layout.own_shape(shape)
         if targets_BT is None:
             result: Tensor = self.output(x, shape, gather=gather)
             return result
-        return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
+        targets_BT, context = self.layout.own_tokens(targets_BT), self.layout.context
+        if context is None or reduction != "mean":
+            return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
+        total = self.output.loss(x, targets_BT, shape=shape, reduction="sum")
+        return token_mean(total, (targets_BT != IGNORED).sum(), group=context.ranks.group)
 
 
 class GPT(nn.Module):
@@ -265,6 +279,11 @@ class GPT(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
+        context: the ranks that share out the tokens of rows, and the method
+            (`pyops.context_parallel`). They are given the same whole rows and targets; logits, and
+            a loss with reduction="sum", are of the own tokens, and gradients are summands: sum them
+            over data and context parallel ranks together. None: every rank has all tokens.
+        order: which tokens of a row each of them holds: "zigzag", "contiguous" or "striped".
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. Weights are
             normal with deviation 0.02, the projections that write into the residual stream
@@ -284,13 +303,22 @@ class GPT(nn.Module):
         *,
         group: RanksLike = ALONE,
         sequence_parallel: bool = False,
+        context: ContextRanks | None = None,
+        order: str = "zigzag",
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
+        shared = context is not None and context.size > 1
+        self.layout = layout = ModelLayout(
+            Ranks.of(group),
+            sequence_parallel,
+            device,
+            dtype,
+            TokenContext(context, order) if context is not None and shared else None,
+        )
         self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":
@@ -352,6 +380,11 @@ class GPT(nn.Module):
             past: `new_kv_caches()`, and then the same again: the tokens follow those that were
                 given with it before.
         """
+        if past is not None and self.layout.context is not None:
+            raise ValueError(
+                "past is for one rank that has all tokens; make the model without context to "
+                "generate texts"
+            )
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:
             raise ValueError(

@@ -71,3 +71,8 @@ class Rotary(nn.Module):
     def forward(self, length: int, *, first: int = 0) -> tuple[Tensor, Tensor]:
         cos_TK, sin_TK = self.table_2TK[:, first : first + length]
         return cos_TK, sin_TK
+
+    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of tokens at these places, int64 [T]."""
+        cos_TK, sin_TK = self.table_2TK.index_select(1, places)
+        return cos_TK, sin_TK

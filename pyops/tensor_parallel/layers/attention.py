@@ -222,7 +222,7 @@ class ParallelAttention(nn.Module):
             causal=causal,
             mask=mask,
             bias=bias,
-            dropout=self._dropout(T, k.shape[1]),
+            dropout=self._dropout(*self.core.lengths(T, k.shape[1])),
         )
         if self.plan.sequence_parallel:
             y = y.flatten(0, 1)

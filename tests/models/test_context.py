@@ -1,0 +1,156 @@
+"""A GPT whose rows of tokens are shared out over ranks is the GPT of one rank: losses, gradients,
+dropped elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyops.comm.collectives.transport import run_virtual
+from pyops.context_parallel import ContextRanks
+from pyops.mesh import Axes, Mesh
+from pyops.models import GPT, GPTConfig
+from pyops.models.context import _stretches
+from pyops.optim import AdamW
+from pyops.zero import ZeroConfig, ZeroOptimizer
+
+pytestmark = pytest.mark.cpu_only
+
+B, T, V = 2, 16, 11
+SIZES: dict[str, Any] = {"vocab_size": V, "sequence_length": T, "num_layers": 2, "dim": 16}
+CONFIGS = {
+    "GPT-2": GPTConfig(**SIZES, num_heads=4, dropout=0.2, attention_dropout=0.2),
+    "Llama": GPTConfig(
+        **SIZES,
+        num_heads=4,
+        num_kv_heads=2,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rotary",
+        bias=False,
+        tied_head=False,
+        attention_dropout=0.1,
+    ),
+}
+
+
+def _rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(V, (B, T + 1), generator=generator)
+    targets = text[:, 1:].clone()
+    targets[0, : T // 2] = -100  # another number of targets on each rank
+    return text[:, :-1], targets
+
+
+def _gradients(config: GPTConfig, context: ContextRanks | None, order: str) -> dict[str, Tensor]:
+    model = GPT(config, context=context, order=order, dtype=torch.float64)
+    model.set_dropout((B, T), seed=3, step=4, first_row=6)
+    tokens, targets = _rows()
+    total = model.loss(tokens, targets, reduction="sum")
+    total.backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": total.detach(), **found}
+
+
+@pytest.mark.parametrize(
+    ("size", "method", "heads", "order"),
+    [
+        (2, "gather", None, "zigzag"),
+        (2, "ulysses", None, "striped"),
+        (2, "ring", None, "contiguous"),
+        (4, "gather", None, "contiguous"),
+        (4, "ulysses", None, "zigzag"),
+        (4, "ring", None, "striped"),
+        (4, "ring", 2, "zigzag"),
+    ],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_gradients_are_those_of_one_rank(
+    name: str, size: int, method: str, heads: int | None, order: str
+) -> None:
+    config = CONFIGS[name]
+    expected = _gradients(config, None, order)
+
+    def body(transport: Any) -> dict[str, Tensor]:
+        context = ContextRanks.of(transport, method=method, heads=heads)
+        return _gradients(config, context, order)
+
+    found = run_virtual(size, body)
+    for key, whole in expected.items():
+        total = sum(each[key] for each in found)
+        assert float(whole.norm()) > 0
+        far = float((total - whole).norm() / whole.norm())
+        assert far < 1e-10, f"{key} is off by {far:.1e}"
+
+
+def test_own_tokens_at_equal_distances_are_one_stretch() -> None:
+    assert _stretches([0, 1, 6, 7, 16, 17, 22, 23]) == (
+        (0, 2, 0, 1),
+        (2, 2, 6, 1),
+        (4, 2, 16, 1),
+        (6, 2, 22, 1),
+    )
+    assert _stretches([1, 3, 5, 7]) == ((0, 4, 1, 2),)
+    assert _stretches([4]) == ((0, 1, 4, 1),)
+    assert _stretches([]) == ()
+
+
+def _trained(rank: int, group: Any, axes: Axes, stage: int, sequence_parallel: bool) -> list[float]:
+    """Three steps over a grid with cp, of fp32."""
+    mesh = Mesh(axes)
+    context = ContextRanks.of(mesh, method="ring")
+    model = GPT(CONFIGS["Llama"], group=mesh, context=context, sequence_parallel=sequence_parallel)
+    zero = ZeroOptimizer(model, AdamW, ZeroConfig(stage=stage, reduction="sum"), mesh=mesh, lr=1e-2)
+    tokens, targets = _rows()
+    losses = []
+    for step in range(3):
+        mine = slice(mesh.rank("dp"), None, mesh.size("dp"))
+        model.set_dropout((len(tokens[mine]), T), seed=3, step=step, first_row=mesh.rank("dp"))
+        loss = model.loss(tokens[mine], targets[mine])
+        count = (targets[mine] != -100).sum() / (targets != -100).sum()
+        (loss * count).backward()
+        zero.step()
+        zero.zero_grad()
+        losses.append(float(loss.detach() * count))
+    return losses
+
+
+def test_grids_train_as_one_rank_does(world) -> None:
+    model = GPT(CONFIGS["Llama"])
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    tokens, targets = _rows()
+    expected = []
+    for step in range(3):
+        model.set_dropout((B, T), seed=3, step=step)
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    assert expected[-1] < 0.95 * expected[0]
+    for axes, stage, sp in (
+        (Axes(cp=2, tp=2), 0, True),
+        (Axes(dp=2, cp=2), 3, False),
+        (Axes(cp=4), 1, False),
+    ):
+        found = world(4).run(_trained, axes, stage, sp)
+        for step, whole in enumerate(expected):
+            parts = {each[step] for each in found}  # of each copy once
+            assert sum(parts) == pytest.approx(whole, rel=1e-5), (axes, step)
+
+
+def test_refusals_say_why() -> None:
+    def body(transport: Any) -> None:
+        model = GPT(CONFIGS["Llama"], context=ContextRanks.of(transport))
+        tokens, _ = _rows()
+        with pytest.raises(ValueError, match="past is for one rank that has all tokens"):
+            model(tokens, past=model.new_kv_caches())
+        with pytest.raises(ValueError, match="15 tokens can't be shared out zigzag over 2 ranks"):
+            model(tokens[:, :15])
+        with pytest.raises(ValueError, match="order is 'balanced'; a model takes zigzag"):
+            GPT(CONFIGS["Llama"], context=ContextRanks.of(transport), order="balanced")
+
+    run_virtual(2, body)
