@@ -8,6 +8,8 @@ by the places of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +20,7 @@ from pyops.context_parallel import ContextRanks, ContextRow, Order
 from pyops.ops.attention import AttentionDropout, AttentionMask
 from pyops.ops.layers.dropout import dropout, dropout_state
 from pyops.tensor_parallel import Dropout
-from pyops.tensor_parallel.functional.scores import ScoreDropout
+from pyops.tensor_parallel.functional.scores import ScoreDropout, attend
 
 __all__ = ["ContextCore", "ContextDropout", "TokenContext"]
 
@@ -42,7 +44,7 @@ class TokenContext:
                 f"order is {order!r}; a model takes zigzag, contiguous or striped, which go by the "
                 "length of a row alone"
             )
-        self.ranks, self.order = ranks, order
+        self.ranks, self.order, self.paused = ranks, order, False
         self.row = lru_cache(maxsize=8)(self._made)
         """Rows of so many tokens: a ContextRow. ValueError where the order can't share them out."""
         self.runs = lru_cache(maxsize=64)(self._runs)
@@ -50,6 +52,15 @@ class TokenContext:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenContext:
         return self  # a copy of a model communicates with the same ranks
+
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Within it every rank has all tokens, and computes them by itself: to generate texts."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def _made(self, length: int) -> ContextRow:
         return ContextRow(self.ranks, Order.of(self.order, length=length, ranks=self.ranks.size))
@@ -80,6 +91,8 @@ class ContextCore(nn.Module):
 
     def lengths(self, queries: int, keys: int) -> tuple[int, int]:
         """Queries and keys of whole rows, where a rank has so many."""
+        if self.context.paused:
+            return queries, keys
         return queries * self.context.ranks.size, keys * self.context.ranks.size
 
     def forward(
@@ -99,6 +112,10 @@ class ContextCore(nn.Module):
         Raises:
             ValueError: For a mask or a bias, which would be of own tokens alone.
         """
+        if self.context.paused:
+            return attend(
+                q, k, v, scale=scale, causal=causal, mask=mask, bias=bias, dropout=dropout
+            )
         if mask is not None or bias is not None:
             raise ValueError(
                 "a mask or a bias of this rank's tokens says nothing of those of other ranks; "

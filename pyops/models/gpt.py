@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -341,6 +342,18 @@ class GPT(nn.Module):
         if seed is not None:
             self.initialize(seed)
 
+    @property
+    def num_context_ranks(self) -> int:
+        """How many ranks share out the tokens of rows."""
+        rows = self.layout.shared_rows
+        return 1 if rows is None else rows.ranks.size
+
+    def whole_rows(self) -> AbstractContextManager[None]:
+        """Within it every rank has all tokens of its rows, and computes them by itself: to generate
+        texts, with `past`. In eval mode."""
+        rows = self.layout.shared_rows
+        return nullcontext() if rows is None else rows.whole_rows()
+
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
         return [self.embedding, *self.blocks, self.head]
@@ -382,8 +395,8 @@ class GPT(nn.Module):
         """
         if past is not None and self.layout.context is not None:
             raise ValueError(
-                "past is for one rank that has all tokens; make the model without context to "
-                "generate texts"
+                "past is for ranks that have all tokens of a row; generate texts within "
+                "model.whole_rows()"
             )
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:

@@ -37,11 +37,17 @@ class ModelLayout:
     """Of the parameters."""
     dtype: torch.dtype | None = None
     """Of the parameters."""
-    context: TokenContext | None = None
+    shared_rows: TokenContext | None = None
     """How ranks of context parallelism share out the tokens of rows; None: every rank has all."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLayout:
         return self  # a copy of a model communicates with the same ranks
+
+    @property
+    def context(self) -> TokenContext | None:
+        """`shared_rows`, unless each rank has all tokens for a while."""
+        rows = self.shared_rows
+        return None if rows is None or rows.paused else rows
 
     @property
     def shared(self) -> bool:
@@ -70,14 +76,14 @@ class ModelLayout:
             "group": self.ranks,
             "sequence_parallel": self.sequence_parallel,
         }
-        if self.context is not None:
-            return ContextDropout(p, width=width, context=self.context, **where)
+        if self.shared_rows is not None:
+            return ContextDropout(p, width=width, context=self.shared_rows, **where)
         return Dropout(p, width=width, **where)
 
     def attend_over_ranks(self, attention: nn.Module) -> None:
         """Let a layer of self-attention see the tokens of all ranks of context parallelism."""
-        if self.context is not None:
-            attention.core = ContextCore(self.context)
+        if self.shared_rows is not None:
+            attention.core = ContextCore(self.shared_rows)
 
     def own_tokens(self, x_BT: Tensor) -> Tensor:
         """The tokens, or targets, that this rank of context parallelism holds of whole rows."""

@@ -146,7 +146,7 @@ def test_refusals_say_why() -> None:
     def body(transport: Any) -> None:
         model = GPT(CONFIGS["Llama"], context=ContextRanks.of(transport))
         tokens, _ = _rows()
-        with pytest.raises(ValueError, match="past is for one rank that has all tokens"):
+        with pytest.raises(ValueError, match="past is for ranks that have all tokens"):
             model(tokens, past=model.new_kv_caches())
         with pytest.raises(ValueError, match="15 tokens can't be shared out zigzag over 2 ranks"):
             model(tokens[:, :15])
