@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyops import recompute
 from pyops.comm.collectives.transport import run_virtual
-from pyops.context_parallel import ContextRanks
+from pyops.context_parallel import ContextRanks, pad_tokens
 from pyops.mesh import Axes, Mesh
 from pyops.models import GPT, GPTConfig
 from pyops.models.context import _stretches
@@ -154,3 +155,72 @@ def test_refusals_say_why() -> None:
             GPT(CONFIGS["Llama"], context=ContextRanks.of(transport), order="balanced")
 
     run_virtual(2, body)
+
+
+def _kept(model: GPT, tokens: Tensor) -> int:
+    """Bytes of floats that are kept for backward, without parameters, each memory once."""
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters and x.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = model.loss(tokens, tokens, reduction="sum")
+    assert result.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
+def test_a_rank_keeps_its_share_of_the_activations(method: str) -> None:
+    length = 64
+    config = GPTConfig(vocab_size=V, sequence_length=length, num_layers=2, dim=16, tied_head=False)
+    tokens = torch.randint(V, (B, length), generator=torch.Generator().manual_seed(1))
+
+    def bytes_kept(context: ContextRanks | None) -> int:
+        return _kept(GPT(config, context=context), tokens)
+
+    whole = bytes_kept(None)
+    for size in (2, 4):
+        found = run_virtual(size, lambda t: bytes_kept(ContextRanks.of(t, method=method)))
+        # With "ulysses" the result of attention lies there twice, by heads and by tokens.
+        twice = config.num_layers * B * length * config.dim * 4 if method == "ulysses" else 0
+        assert max(found) < 1.01 * (whole + twice) / size, (size, found, whole)
+
+
+def test_recomputed_blocks_and_padded_rows_change_nothing() -> None:
+    config = CONFIGS["Llama"]
+    tokens, targets = _rows()
+    tokens, targets = tokens[:, :13], targets[:, :13]
+
+    def gradients(context: ContextRanks | None, *, recomputes: bool, pads: bool) -> list[Tensor]:
+        model = GPT(config, context=context, dtype=torch.float64)
+        if recomputes:
+            recompute.apply(model, ["blocks.*"])
+        x, y = tokens, targets
+        if pads:
+            x, y = pad_tokens(x, T, value=0), pad_tokens(y, T, value=-100)
+        model.eval() if pads else model.set_dropout((B, T), seed=1, step=2)
+        loss = model.loss(x, y, reduction="sum")
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    def check(pads: bool, **options: Any) -> None:
+        expected = gradients(None, recomputes=False, pads=False) if not pads else plain
+        found = run_virtual(
+            2, lambda t: gradients(ContextRanks.of(t, method="ring"), pads=pads, **options)
+        )
+        for own, whole in zip(zip(*found, strict=True), expected, strict=True):
+            torch.testing.assert_close(sum(own), whole, rtol=1e-10, atol=1e-12)
+
+    model = GPT(config, dtype=torch.float64).eval()
+    loss = model.loss(tokens, targets, reduction="sum")
+    loss.backward()
+    plain = [loss.detach(), *(p.grad for p in model.parameters())]
+    check(True, recomputes=False)
+    check(True, recomputes=True)
+    tokens, targets = _rows()
+    check(False, recomputes=True)
