@@ -50,6 +50,11 @@ class TokenContext:
         self.runs = lru_cache(maxsize=64)(self._runs)
         """See `_runs`."""
 
+    @classmethod
+    def of(cls, ranks: ContextRanks | None, order: str) -> TokenContext | None:
+        """None without ranks, or for one alone."""
+        return None if ranks is None or ranks.size == 1 else cls(ranks, order)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenContext:
         return self  # a copy of a model communicates with the same ranks
 
@@ -107,19 +112,20 @@ class ContextCore(nn.Module):
         bias: Tensor | None = None,
         dropout: ScoreDropout | None = None,
     ) -> Tensor:
-        """As `attend` of pyops.tensor_parallel, of own tokens.
+        """As `attend` of pyops.tensor_parallel, of own tokens; a mask is of whole rows, bool
+        [B, T].
 
         Raises:
-            ValueError: For a mask or a bias, which would be of own tokens alone.
+            ValueError: For a bias, or a mask of pairs.
         """
         if self.context.paused:
             return attend(
                 q, k, v, scale=scale, causal=causal, mask=mask, bias=bias, dropout=dropout
             )
-        if mask is not None or bias is not None:
+        if bias is not None or (mask is not None and mask.dim() != 2):
             raise ValueError(
-                "a mask or a bias of this rank's tokens says nothing of those of other ranks; "
-                "leave it out, or share no rows out (cp = 1)"
+                "a bias, or a mask of pairs of tokens, is not shared out with the tokens of rows; "
+                "leave it out, or make the model without context"
             )
         drops = None
         if dropout is not None:
@@ -127,7 +133,9 @@ class ContextCore(nn.Module):
                 p=dropout.p, state=dropout.state, row_stride=dropout.row_stride
             )
         row = self.context.row_of(q.shape[1])
-        y = row.attention(q, k, v, scale=scale, mask=AttentionMask(causal=causal), dropout=drops)
+        y = row.attention(
+            q, k, v, scale=scale, mask=AttentionMask(causal=causal, keys=mask), dropout=drops
+        )
         return y.flatten(2)
 
 

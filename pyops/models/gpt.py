@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from pyops.context_parallel import ContextRanks, token_mean
+from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
 from pyops.models.context import TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
-from pyops.models.vocabulary_head import IGNORED, VocabularyHead
+from pyops.models.vocabulary_head import VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
@@ -231,10 +231,9 @@ class GPTBlock(nn.Module):
         shape = self.layout.own_shape(shape)
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
         turns = None
-        if self.rotary is not None and self.layout.context is None:
-            turns = self.rotary(length, first=first)
-        elif self.rotary is not None:
-            turns = self.rotary.at(self.layout.own_places(length, x.device))
+        if self.rotary is not None:
+            places = self.layout.shared_places(length, x.device)
+            turns = self.rotary(length, first=first) if places is None else self.rotary.at(places)
         y = self.dropout1(
             *self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x
         )
@@ -247,7 +246,6 @@ class GPTHead(nn.Module):
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
-        self.layout = layout
         self.norm = layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
         self.output = VocabularyHead(config.vocab_size, config.dim, layout=layout)
 
@@ -260,15 +258,11 @@ class GPTHead(nn.Module):
         gather: bool = True,
         reduction: str = "mean",
     ) -> Tensor:
-        x, shape = self.norm(x), self.layout.own_shape(shape)
+        x = self.norm(x)
         if targets_BT is None:
             result: Tensor = self.output(x, shape, gather=gather)
             return result
-        targets_BT, context = self.layout.own_tokens(targets_BT), self.layout.context
-        if context is None or reduction != "mean":
-            return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
-        total = self.output.loss(x, targets_BT, shape=shape, reduction="sum")
-        return token_mean(total, (targets_BT != IGNORED).sum(), group=context.ranks.group)
+        return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
 
 
 class GPT(nn.Module):
@@ -312,14 +306,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        shared = context is not None and context.size > 1
-        self.layout = layout = ModelLayout(
-            Ranks.of(group),
-            sequence_parallel,
-            device,
-            dtype,
-            TokenContext(context, order) if context is not None and shared else None,
-        )
+        rows = TokenContext.of(context, order)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":

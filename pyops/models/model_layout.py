@@ -97,9 +97,12 @@ class ModelLayout:
 
     def own_places(self, own: int, device: torch.device) -> Tensor:
         """int64 [n]: the places of the own tokens, of which there are so many in a row."""
-        if self.context is None:
-            return torch.arange(own, device=device)
-        return self.context.row_of(own).index(device=device)
+        places = self.shared_places(own, device)
+        return torch.arange(own, device=device) if places is None else places
+
+    def shared_places(self, own: int, device: torch.device) -> Tensor | None:
+        """As `own_places`; None where every rank has all tokens."""
+        return None if self.context is None else self.context.row_of(own).index(device=device)
 
     def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
         """A linear layer that every rank holds whole.

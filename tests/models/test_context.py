@@ -13,7 +13,7 @@ from pyops import recompute
 from pyops.comm.collectives.transport import run_virtual
 from pyops.context_parallel import ContextRanks, pad_tokens
 from pyops.mesh import Axes, Mesh
-from pyops.models import GPT, GPTConfig
+from pyops.models import BERT, GPT, BERTConfig, GPTConfig
 from pyops.models.context import _stretches
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
@@ -87,6 +87,42 @@ def test_losses_and_gradients_are_those_of_one_rank(
         assert far < 1e-10, f"{key} is off by {far:.1e}"
 
 
+ENCODERS = {
+    "BERT": BERTConfig(**SIZES, num_heads=4, dropout=0.2, attention_dropout=0.2, pooled_head=False),
+    "RoFormer": BERTConfig(
+        **SIZES, num_heads=2, positions="rotary", attention_dropout=0.1, pooled_head=False
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "method", "order"),
+    [(2, "gather", "contiguous"), (2, "ring", "zigzag"), (2, "ulysses", "striped")],
+)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_with_padding_are_those_of_one_rank(
+    name: str, size: int, method: str, order: str
+) -> None:
+    tokens, targets = _rows()
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, T - 3 :] = mask[1, T - 9 :] = False
+    types = (torch.arange(T) > 5).long().expand(B, T)
+
+    def gradients(context: ContextRanks | None) -> list[Tensor]:
+        model = BERT(ENCODERS[name], context=context, order=order, dtype=torch.float64)
+        model.set_dropout((B, T), seed=3, step=4, first_row=6)
+        total = model.loss(tokens, targets, types=types, mask=mask, reduction="sum")
+        total.backward()
+        return [total.detach(), *(p.grad for p in model.parameters())]
+
+    expected = gradients(None)
+    found = run_virtual(size, lambda t: gradients(ContextRanks.of(t, method=method)))
+    for number, whole in enumerate(expected):
+        total = sum(each[number] for each in found)
+        assert float((total - whole).norm()) < 1e-10 * max(float(whole.norm()), 1e-3), number
+        assert number or float(whole.norm()) > 0
+
+
 def test_own_tokens_at_equal_distances_are_one_stretch() -> None:
     assert _stretches([0, 1, 6, 7, 16, 17, 22, 23]) == (
         (0, 2, 0, 1),
@@ -153,6 +189,8 @@ def test_refusals_say_why() -> None:
             model(tokens[:, :15])
         with pytest.raises(ValueError, match="order is 'balanced'; a model takes zigzag"):
             GPT(CONFIGS["Llama"], context=ContextRanks.of(transport), order="balanced")
+        with pytest.raises(ValueError, match=r"context has 2 ranks, .* pooled_head is for"):
+            BERT(BERTConfig(**SIZES, num_heads=4), context=ContextRanks.of(transport))
 
     run_virtual(2, body)
 
