@@ -12,6 +12,7 @@ import torch
 from pyops.checkpoint import load
 from pyops.config import Config, ParallelConfig, ZeroConfig
 from tests.grids import full
+from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -36,11 +37,13 @@ def _model(config: Config) -> dict[str, torch.Tensor]:
     ("ranks", "stage", "parallel"),
     [
         (2, 0, {"cp": 2}),
-        (4, 3, {"cp": 2, "cp_method": "ring"}),
+        full(4, 3, {"cp": 2, "cp_method": "ring"}),
         (4, 0, {"cp": 2, "pp": 2, "cp_method": "ulysses"}),
         full(4, 1, {"cp": 2, "tp": 2, "sequence_parallel": True, "cp_method": "ring"}),
         full(4, 2, {"cp": 4, "cp_method": "ring", "cp_order": "striped"}),
         full(4, 3, {"cp": 2, "pp": 2, "cp_order": "contiguous"}),
+        full(8, 3, {"cp": 2, "pp": 2, "tp": 2, "sequence_parallel": True, "cp_method": "ring"}),
+        full(8, 2, {"cp": 2, "tp": 2}),
     ],
 )
 def test_neither_losses_nor_norms_nor_weights_change(
@@ -61,6 +64,26 @@ def test_neither_losses_nor_norms_nor_weights_change(
             ours[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert (config.folder / "sample.txt").read_text() == (plain.folder / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        full((2, {"cp": 2}, 2), (4, {"cp": 4, "cp_method": "ring"}, 3)),
+        full((4, {"cp": 2, "pp": 2}, 0), (1, {}, 0)),
+    ],
+)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(
+    world: Any, tmp_path: Any, before: Any, after: Any, reference: Any
+) -> None:
+    straight = config_of(tmp_path, "cpu", name="straight", dropout=0.1)
+    straight = reference(straight)
+    ranks, parallel, stage = before
+    broken = _with(straight, "broken", stage=stage, **parallel)
+    world(ranks).run(train_and_stop_rank_1, broken)
+    ranks, parallel, stage = after
+    world(ranks).run(train_on_rank, _with(broken, "broken", stage=stage, **parallel), True)
+    assert same(losses(broken), losses(straight))
 
 
 @pytest.mark.parametrize(
