@@ -189,7 +189,9 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, row: ContextRow, problem: Problem
     ranks, u = row.ranks, row.ranks.heads
     places = [row.order.index(rank, device=q.device) for rank in range(ranks.size)]
     first = ranks.rank - ranks.rank % u  # of the neighbors that exchange heads
-    blocks = [torch.cat(places[i : i + u]).sort().values for i in range(0, ranks.size, u)]
+    blocks = places  # in the order of each rank's tokens; of neighbors in that of the row
+    if u > 1:
+        blocks = [torch.cat(places[i : i + u]).sort().values for i in range(0, ranks.size, u)]
     exchange = None
     heads = Heads(0, q.shape[2], q.shape[2])
     if u > 1:

@@ -112,12 +112,14 @@ def alone(case: Case) -> dict[str, Tensor]:
 
 
 def on_rank(
-    group: Any, case: Case, *, method: str, heads: int | None, order: str
+    group: Any, case: Case, *, method: str, heads: int | None, order: str | Order
 ) -> dict[str, Any]:
     """This rank's y and gradients, and the bytes that it received forward and backward."""
     ranks = ContextRanks.of(group, method=method, heads=heads)
     documents = case.row_of_documents() if case.documents else None
-    row = ContextRow(ranks, Order.of(order, length=case.T, ranks=ranks.size, documents=documents))
+    if isinstance(order, str):
+        order = Order.of(order, length=case.T, ranks=ranks.size, documents=documents)
+    row = ContextRow(ranks, order)
     whole = case.tensors()
     leaves = {
         name: (row.shard(x) if name in "qkv" else x).requires_grad_() for name, x in whole.items()
