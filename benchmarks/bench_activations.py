@@ -1,7 +1,7 @@
 """What a transformer layer keeps for backward, counted, beside the formulas: alone, shared by
 ranks, and recomputed.
 
-    bytes per layer, 16-bit   s b h ( 8 + 24 / t + 4 a s / (h t) ) + 16 s b + s^2
+    bytes per layer, 16-bit   s b h ( 8 + 24 / t) + 4 a s b / t + 16 s b
                               shared by t ranks; with sequence parallelism all of it over t
     Megatron                  s b h (10 + 24 / t + 5 a s / (h t) )                  34 where t = 1
 
@@ -56,9 +56,10 @@ class Scheme:
     attention_dropout: bool = True
 
 
-def _scores(z: Sizes) -> float:
-    """Of the probabilities: rounded to 16 bits, and again after dropout."""
-    return 4 * z.a * z.s**2 * z.b
+def _lse(z: Sizes) -> float:
+    """The logarithm of the sum of each row of scores, in fp32, of which backward makes the
+    attention weights again."""
+    return 4 * z.a * z.s * z.b
 
 
 def _rest(z: Sizes) -> float:
@@ -66,22 +67,18 @@ def _rest(z: Sizes) -> float:
     return 16 * z.s * z.b
 
 
-def _causal(z: Sizes) -> float:
-    return z.s**2
-
-
 SCHEMES: dict[str, Scheme] = {
     "kept": Scheme(
-        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _scores(z) / t + _rest(z) + _causal(z),
+        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _lse(z) / t + _rest(z),
         lambda z, t: z.s * z.b * z.h * (10 + 24 / t) + 5 * z.a * z.s**2 * z.b / t,
     ),
     "kept, sequence parallel": Scheme(
-        lambda z, t: (32 * z.s * z.b * z.h + _scores(z) + _rest(z)) / t + _causal(z),
+        lambda z, t: (32 * z.s * z.b * z.h + _lse(z) + _rest(z)) / t,
         lambda z, t: (34 * z.s * z.b * z.h + 5 * z.a * z.s**2 * z.b) / t,
         sequence_parallel=True,
     ),
     "no dropout of attention": Scheme(
-        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + 4 * z.a * z.s * z.b / t + _rest(z), None,
+        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _lse(z) / t + _rest(z), None,
         attention_dropout=False,
     ),
     "core of attention recomputed": Scheme(

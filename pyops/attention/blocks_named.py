@@ -33,19 +33,22 @@ def check_named(first: Sequence[int], end: Sequence[int] | None) -> None:
             )
 
 
-def named_blocks(first: Sequence[int], end: Sequence[int] | None, num_blocks: int) -> list[int]:
+def named_blocks(
+    first: Sequence[int], end: Sequence[int] | None, num_blocks: int, *, cut: bool = False
+) -> list[int]:
     """The numbers of the global blocks, ascending.
 
     Args:
         first: The blocks, or the starts of their ranges.
         end: The ends of the ranges, one behind the last block; None: single blocks.
         num_blocks: Of the length at hand.
+        cut: Whether blocks beyond the last one are left out, and no error.
 
     Raises:
         ValueError: When one is beyond the last block.
     """
     ends = [index + 1 for index in first] if end is None else list(end)
-    if ends and num_blocks and max(ends) > num_blocks:
+    if not cut and ends and num_blocks and max(ends) > num_blocks:
         raise ValueError(
             f"global block {max(ends) - 1} of a length with {num_blocks} blocks; name blocks below "
             f"{num_blocks}, or use a smaller block"

@@ -22,6 +22,9 @@ class Extent:
     """Heads from there on."""
     causal: bool
     """Whether blocks above the diagonal will fall away."""
+    begins: bool = False
+    """Whether this is the beginning of a longer sequence, and its rows are those of the longer
+    one's layout; blocks that only this one has are then named by nothing."""
 
     @property
     def rows(self) -> Tensor:

@@ -89,11 +89,14 @@ class Fixed(Pattern):
         start = extent.rows // self.num_local_blocks * self.num_local_blocks
         end = (start + self.num_local_blocks).clamp(max=extent.num_blocks)
         parts = [for_each_head(column_ranges(start, end), extent.num_heads)]
+        local, size = self.num_local_blocks, extent.num_blocks
+        # In a longer sequence the last window is not cut short.
+        whole = -(-size // local) * local if extent.begins else size
         for head in range(extent.num_heads):
             parts.append(
                 global_blocks(
-                    self.global_columns(extent.first_head + head, extent.num_blocks),
-                    extent.num_blocks,
+                    [c for c in self.global_columns(extent.first_head + head, whole) if c < size],
+                    size,
                     horizontal=self.horizontal_global_attention,
                     head=head,
                 )
@@ -140,16 +143,24 @@ class Variable(Pattern):
         """Whether random blocks differ."""
         return self.different_layout_per_head and self.num_random_blocks > 0
 
+    def check(self, num_blocks: int) -> None:
+        """See `Pattern.check`."""
+        check_random(self.num_random_blocks, num_blocks)
+        named_blocks(self.global_block_indices, self.global_block_end_indices, num_blocks)
+
     def visited(self, extent: Extent) -> Tensor:
         """Windows, global blocks and random blocks."""
         size = extent.num_blocks
-        check_random(self.num_random_blocks, size)
+        if not extent.begins:
+            self.check(size)
         widths = torch.tensor(self.local_window_blocks, device="cpu")
         repeats = max(0, -(-(size - int(widths.sum())) // int(widths[-1])))
         ends = torch.cat([widths, widths[-1:].expand(repeats)]).cumsum(0)
         window = torch.searchsorted(ends, extent.rows, right=True)
         start = torch.cat([ends.new_zeros(1), ends])[window]
-        chosen = named_blocks(self.global_block_indices, self.global_block_end_indices, size)
+        chosen = named_blocks(
+            self.global_block_indices, self.global_block_end_indices, size, cut=extent.begins
+        )
         alike = torch.cat(
             [
                 column_ranges(start, ends[window].clamp(max=size)),

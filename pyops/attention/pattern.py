@@ -40,6 +40,16 @@ class Pattern(ABC):
         """The visited blocks, int64 [n, 3] of (head, query block, key block), in any order and
         perhaps repeated; heads counted from 0 within `extent`, only 0 where all are alike."""
 
+    def check(self, num_blocks: int) -> None:  # noqa: B027  # most patterns refuse none
+        """Refuse a length that the pattern can not have, before anything is built.
+
+        Args:
+            num_blocks: The length in blocks.
+
+        Raises:
+            ValueError: When the pattern names blocks that the length does not have.
+        """
+
     def layout(
         self,
         length: int,
@@ -48,6 +58,7 @@ class Pattern(ABC):
         block: int = 64,
         causal: bool = False,
         first_head: int = 0,
+        begins: bool = False,
     ) -> BlockLayout:
         """The layout of self-attention over `length` tokens.
 
@@ -57,6 +68,9 @@ class Pattern(ABC):
             block: Tokens of a block's side, a multiple of 16.
             causal: Whether no query sees a later key, to the token.
             first_head: Where the caller's heads begin among all heads.
+            begins: Of causal attention: the tokens are the beginning of a longer sequence, of whose
+                layout, however long it is, these are the first rows. So a token sees the same keys
+                whatever follows it; and blocks that the pattern names further on are no error.
 
         Returns:
             The layout on the CPU, of `heads` heads, or of one where all heads are alike.
@@ -74,9 +88,18 @@ class Pattern(ABC):
                 f"a length of {length} in blocks of {block} tokens; give 0 or more, and a multiple "
                 "of 16"
             )
+        if begins and not causal:
+            raise ValueError(
+                "begins is True, but causal is not: a token that sees what follows it depends on "
+                "the length; leave begins out"
+            )
         num_heads = heads if self.differs_by_head else 1
         extent = Extent(
-            -(-length // block), first_head if self.differs_by_head else 0, num_heads, causal
+            -(-length // block),
+            first_head if self.differs_by_head else 0,
+            num_heads,
+            causal,
+            begins,
         )
         return BlockLayout.from_pairs(
             self.visited(extent),
@@ -133,6 +156,11 @@ class PatternUnion(Pattern):
         """Whether those of one part do."""
         return any(part.differs_by_head for part in self.parts)
 
+    def check(self, num_blocks: int) -> None:
+        """As of each part."""
+        for part in self.parts:
+            part.check(num_blocks)
+
     def visited(self, extent: Extent) -> Tensor:
         """The blocks of all parts, one after the other."""
         alike = replace(extent, first_head=0, num_heads=1)
@@ -144,6 +172,9 @@ class PatternUnion(Pattern):
                 for part in self.parts
             ]
         )
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.parts))
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,17 @@ class Longformer(Pattern):
         check_width("num_sliding_window_blocks", self.num_sliding_window_blocks)
         check_named(self.global_block_indices, self.global_block_end_indices)
 
+    def check(self, num_blocks: int) -> None:
+        """See `Pattern.check`."""
+        named_blocks(self.global_block_indices, self.global_block_end_indices, num_blocks)
+
     def visited(self, extent: Extent) -> Tensor:
         """Window, global columns and global rows."""
         chosen = named_blocks(
-            self.global_block_indices, self.global_block_end_indices, extent.num_blocks
+            self.global_block_indices,
+            self.global_block_end_indices,
+            extent.num_blocks,
+            cut=extent.begins,
         )
         return torch.cat(
             [
@@ -124,9 +131,14 @@ class BigBird(Pattern):
         """Whether random blocks differ."""
         return self.different_layout_per_head and self.num_random_blocks > 0
 
+    def check(self, num_blocks: int) -> None:
+        """See `Pattern.check`."""
+        check_random(self.num_random_blocks, num_blocks)
+
     def visited(self, extent: Extent) -> Tensor:
         """Window, global blocks and random blocks."""
-        check_random(self.num_random_blocks, extent.num_blocks)
+        if not extent.begins:
+            self.check(extent.num_blocks)
         first = range(min(self.num_global_blocks, extent.num_blocks))
         alike = torch.cat(
             [

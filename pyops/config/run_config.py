@@ -47,10 +47,10 @@ class Config(RunSections):
             raise ValueError(
                 f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _"
             )
-        if self.data.packing != "none":
+        if self.data.packing != "none" and (self.model_folder.given or self.over_samples):
             raise ValueError(
-                f"data.packing is {self.data.packing!r}, but no model of a run takes documents "
-                'yet; set it to "none", or make the rows by pyops.data.PackedBatches'
+                f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "
+                'GPT without [elastic]; set data.packing to "none"'
             )
         if self.model_folder.given:
             self.zero.validate("zero.")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pyops.comm.agreement import ranks_agree
 from pyops.flat import Box, meeting
 from pyops.hub.architectures.architecture import Architecture, Entry
+from pyops.hub.architectures.pattern_fields import with_pattern
 from pyops.hub.architectures.registry import find_architecture
 from pyops.hub.config_fields import ConfigFields
 from pyops.hub.folder_files import FLOATING, HubError, Weights, floating, open_weights, read_config
@@ -150,6 +151,7 @@ def _configuration(
     )
     try:
         found = architecture.read(config_fields, frozenset(weights.shapes))
+        found = with_pattern(found, config_fields)
     except HubError:
         raise
     except ValueError as error:  # of sizes that don't go together, by our names

@@ -27,6 +27,7 @@ from pyops.checkpoint.writing import replace_folder
 from pyops.comm.agreement import agree, gather, ranks_agree
 from pyops.failure import CommunicationError
 from pyops.hub.architectures.architecture import Architecture, Entry
+from pyops.hub.architectures.pattern_fields import PATTERN_KEYS, pattern_fields
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.folder_files import CONFIG, HubError, read_config
 from pyops.hub.part_gathering import gather_parts
@@ -77,7 +78,8 @@ def save(
         entries = _checked_entries(architecture, model)
     _check_same_dtypes(entries, ranks)
     kind, name = architecture.kind, architecture.classes[0]
-    values = _config(kind, name, architecture.write(model.config), entries, like)
+    written = {**architecture.write(model.config), **pattern_fields(model.config)}
+    values = _config(kind, name, written, entries, like)
     folder = Path(folder)
     files = _files(entries, max_file_bytes)
     gathered = _Gathered(entries, ranks)
@@ -172,7 +174,8 @@ def _config(
         values = {
             key: value for key, value in values.items() if key not in ("id2label", "label2id")
         }
-    return {**there, **values}
+    kept = {key: value for key, value in there.items() if key not in PATTERN_KEYS}
+    return {**kept, **values}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,13 @@ from torch.nn import functional
 
 from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
-from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
+from pyops.models.config_checks import (
+    ACTIVATIONS,
+    POSITIONS,
+    check_config,
+    check_pattern,
+    pattern_of,
+)
 from pyops.models.context import TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
@@ -82,6 +88,12 @@ class BERTConfig:
     """Probability with which elements of the embedding and of what blocks add are dropped."""
     attention_dropout: float = 0.0
     """Probability with which attention weights are dropped."""
+    pattern: str = ""
+    """Which blocks of tokens attention sees: a text such as "BigBird(seed=1) | Longformer()", of
+    the patterns of `pyops.attention` (or one of these itself, of which the text is kept); "":
+    all."""
+    pattern_block: int = 64
+    """Tokens of a block's side, a multiple of 16."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -96,6 +108,7 @@ class BERTConfig:
             ),
             choices={"activation": ("gelu", "gelu_tanh", "relu"), "positions": POSITIONS},
         )
+        check_pattern(self)
 
     @property
     def mlp_width(self) -> int:
@@ -148,7 +161,12 @@ class BERTBlock(nn.Module):
             config.dim,
             config.num_heads,
             AttentionConfig(
-                dropout=config.attention_dropout, interleaved=True, skip_bias=True, seed=None
+                dropout=config.attention_dropout,
+                interleaved=True,
+                pattern=pattern_of(config),
+                pattern_block=config.pattern_block,
+                skip_bias=True,
+                seed=None,
             ),
             **layout.parallel,
         )
@@ -179,7 +197,7 @@ class BERTBlock(nn.Module):
         length, turns = x.shape[1] if shape is None else shape[1], None
         if self.rotary is not None:
             places = self.layout.shared_places(length, x.device)
-            turns = self.rotary(length) if places is None else self.rotary.at(places)
+            turns = self.rotary(length, positions_BT=places)
         y = self.norm1(
             self.dropout1(*self.attention(x, shape=shape, mask=mask_BT, rotary=turns), residual=x)
         )

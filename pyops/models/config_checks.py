@@ -6,13 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pyops.attention import Pattern, pattern_from_text
+from pyops.ops.attention.block_tables import check_sizes
+
 __all__ = [
     "ACTIVATIONS",
     "POSITIONS",
     "check_config",
+    "check_pattern",
     "check_size",
     "estimated_elements",
     "largest_field",
+    "pattern_of",
 ]
 
 POSITIONS = ("learned", "rotary")
@@ -100,6 +105,24 @@ def _check_rotary(config: Any) -> None:
         raise ValueError(
             f"rotary_theta is {config.rotary_theta}; it must be more than 0, such as 10000"
         )
+
+
+def pattern_of(config: Any) -> Pattern | None:
+    """The pattern of attention that a configuration names."""
+    return pattern_from_text(config.pattern) if config.pattern else None
+
+
+def check_pattern(config: Any) -> None:
+    """ValueError for a pattern that is none, or that sequence_length can't have; its text becomes
+    that of `str`, so that equal patterns have equal configurations."""
+    if config.pattern:
+        pattern = pattern_from_text(str(config.pattern))
+        object.__setattr__(config, "pattern", str(pattern))
+        pattern.check(-(-config.sequence_length // max(config.pattern_block, 1)))
+    try:
+        check_sizes(config.pattern_block, 0, 0)
+    except ValueError as error:
+        raise ValueError(f"pattern_{error}") from None
 
 
 def estimated_elements(config: Any) -> int:

@@ -17,10 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from pyops.context_parallel import ContextRanks, ContextRow, Order
-from pyops.ops.attention import AttentionDropout, AttentionMask
+from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
 from pyops.ops.layers.dropout import dropout, dropout_state
 from pyops.tensor_parallel import Dropout
-from pyops.tensor_parallel.functional.scores import ScoreDropout, attend
+from pyops.tensor_parallel.functional.scores import (
+    EVERYTHING,
+    DistanceBias,
+    ScoreDropout,
+    Seen,
+    attend,
+)
 
 __all__ = ["ContextCore", "ContextDropout", "TokenContext"]
 
@@ -107,25 +113,23 @@ class ContextCore(nn.Module):
         v: Tensor,
         *,
         scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        seen: Seen = EVERYTHING,
+        bias: Tensor | DistanceBias | None = None,
         dropout: ScoreDropout | None = None,
     ) -> Tensor:
-        """As `attend` of pyops.tensor_parallel, of own tokens; a mask is of whole rows, bool
-        [B, T].
+        """As `attend` of pyops.tensor_parallel, of own tokens; mask [B, T] and documents [B, T] are
+        of whole rows.
 
         Raises:
-            ValueError: For a bias, or a mask of pairs.
+            ValueError: For a mask or a bias of pairs of tokens, or a sparse pattern.
         """
         if self.context.paused:
-            return attend(
-                q, k, v, scale=scale, causal=causal, mask=mask, bias=bias, dropout=dropout
-            )
-        if bias is not None or (mask is not None and mask.dim() != 2):
+            return attend(q, k, v, scale=scale, seen=seen, bias=bias, dropout=dropout)
+        pairs = isinstance(bias, Tensor) or (seen.mask is not None and seen.mask.dim() != 2)
+        if pairs or seen.layout is not None:
             raise ValueError(
-                "a bias, or a mask of pairs of tokens, is not shared out with the tokens of rows; "
-                "leave it out, or make the model without context"
+                "a bias or a mask of pairs of tokens, and a sparse pattern, are not shared out "
+                "with the tokens of rows; leave them out, or make the model without context"
             )
         drops = None
         if dropout is not None:
@@ -134,7 +138,13 @@ class ContextCore(nn.Module):
             )
         row = self.context.row_of(q.shape[1])
         y = row.attention(
-            q, k, v, scale=scale, mask=AttentionMask(causal=causal, keys=mask), dropout=drops
+            q,
+            k,
+            v,
+            scale=scale,
+            mask=AttentionMask(causal=seen.causal, keys=seen.mask, documents=seen.documents),
+            bias=None if bias is None else AttentionBias(None, *bias),
+            dropout=drops,
         )
         return y.flatten(2)
 

@@ -23,9 +23,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pyops.attention import document_positions
 from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
-from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
+from pyops.models.config_checks import (
+    ACTIVATIONS,
+    POSITIONS,
+    check_config,
+    check_pattern,
+    pattern_of,
+)
 from pyops.models.context import TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
@@ -106,6 +113,12 @@ class GPTConfig:
     """Probability with which elements of the embedding and of what blocks add are dropped."""
     attention_dropout: float = 0.0
     """Probability with which attention weights are dropped."""
+    pattern: str = ""
+    """Which blocks of tokens attention sees: a text such as "BigBird(seed=1) | Longformer()", of
+    the patterns of `pyops.attention` (or one of these itself, of which the text is kept); "": all
+    up to a token's own."""
+    pattern_block: int = 64
+    """Tokens of a block's side, a multiple of 16."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -129,6 +142,7 @@ class GPTConfig:
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads = "
                 f"{self.num_heads}; change one of them"
             )
+        check_pattern(self)
 
     @property
     def kv_heads(self) -> int:
@@ -156,6 +170,13 @@ class GPTConfig:
         )
 
 
+def places_of(documents_BT: Tensor | None, positions_BT: Tensor | None) -> Tensor | None:
+    """int64 [B, T], the place of each token in its document; None: those of the row."""
+    if positions_BT is not None or documents_BT is None:
+        return positions_BT
+    return document_positions(documents_BT)
+
+
 class GPTEmbedding(nn.Module):
     """tokens_BT -> x_BTD, or a rank's rows of it."""
 
@@ -171,12 +192,23 @@ class GPTEmbedding(nn.Module):
         )
         self.dropout = layout.dropout(config.dropout, config.dim)
 
-    def forward(self, tokens_BT: Tensor, *, first: int = 0) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        first: int = 0,
+        documents_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
         tokens_BT = self.layout.own_tokens(tokens_BT)
         x = self.token(tokens_BT)
         if self.position is not None:
-            places = self.layout.own_places(tokens_BT.shape[1], tokens_BT.device)
-            place_BT = (first + places).expand_as(tokens_BT)
+            place_BT = places_of(documents_BT, positions_BT)
+            if place_BT is None:
+                places = self.layout.own_places(tokens_BT.shape[1], tokens_BT.device)
+                place_BT = (first + places).expand_as(tokens_BT)
+            else:
+                place_BT = self.layout.own_tokens(place_BT)
             x = x + self.position(self.layout.take_index(place_BT))
         result: Tensor = self.dropout(x)
         return result
@@ -201,6 +233,8 @@ class GPTBlock(nn.Module):
                 causal=True,
                 bias=config.bias,
                 dropout=config.attention_dropout,
+                pattern=pattern_of(config),
+                pattern_block=config.pattern_block,
                 skip_bias=True,
                 seed=None,
             ),
@@ -226,19 +260,42 @@ class GPTBlock(nn.Module):
         self.rotary = rotary
 
     def forward(
-        self, x: Tensor, shape: Shape | None = None, *, past: KVCache | None = None
+        self,
+        x: Tensor,
+        shape: Shape | None = None,
+        *,
+        past: KVCache | None = None,
+        documents_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
         shape = self.layout.own_shape(shape)
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
         turns = None
         if self.rotary is not None:
-            places = self.layout.shared_places(length, x.device)
-            turns = self.rotary(length, first=first) if places is None else self.rotary.at(places)
-        y = self.dropout1(
-            *self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x
-        )
+            place_BT = places_of(documents_BT, positions_BT)
+            if place_BT is None:
+                place_BT = self.layout.shared_places(length, x.device)
+            else:
+                place_BT = self.layout.own_tokens(place_BT)
+            turns = self.rotary(length, first=first, positions_BT=place_BT)
+        y = self.attention(self.norm1(x), shape=shape, mask=documents_BT, rotary=turns, past=past)
+        y = self.dropout1(*y, residual=x)
         result: Tensor = self.dropout2(*self.mlp(self.norm2(y)), residual=y)
         return result
+
+
+def _check_places(
+    tokens_BT: Tensor, documents_BT: Tensor | None, positions_BT: Tensor | None
+) -> None:
+    for name, places, dtype in (
+        ("documents_BT", documents_BT, torch.int32),
+        ("positions_BT", positions_BT, torch.int64),
+    ):
+        if places is not None and (places.shape != tokens_BT.shape or places.dtype != dtype):
+            raise ValueError(
+                f"{name} is {places.dtype} {list(places.shape)}; it must be {dtype} "
+                f"{list(tokens_BT.shape)}, a number for each token"
+            )
 
 
 class GPTHead(nn.Module):
@@ -370,6 +427,8 @@ class GPT(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
         *,
+        documents_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
         gather: bool = True,
         reduction: str = "mean",
         past: Sequence[KVCache] | None = None,
@@ -378,6 +437,10 @@ class GPT(nn.Module):
         With targets, `loss`.
 
         Args:
+            documents_BT: int32 [B, T], which document of its row each token belongs to, and -1 for
+                padding: it sees the tokens of that one alone. None: a row is one document.
+            positions_BT: int64 [B, T], the place of each token in its document; None: counted from
+                `documents_BT`, which waits for a GPU.
             past: `new_kv_caches()`, and then the same again: the tokens follow those that were
                 given with it before.
         """
@@ -395,9 +458,15 @@ class GPT(nn.Module):
             )
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
         if past is None:
-            x = self.embedding(tokens_BT)
+            places = {"documents_BT": documents_BT, "positions_BT": positions_BT}
+            _check_places(tokens_BT, **places)
+            x = self.embedding(tokens_BT, **places)
             for block in self.blocks:
-                x = block(x, shape)
+                x = block(x, shape, **places)
+        elif documents_BT is not None or positions_BT is not None:
+            raise ValueError(
+                "documents_BT and positions_BT are of whole rows; leave them out with past="
+            )
         else:
             x = self.embedding(tokens_BT, first=first)
             for block, kept in zip(self.blocks, past, strict=True):
@@ -411,14 +480,29 @@ class GPT(nn.Module):
         """What `forward` keeps of the tokens it was given, one for each block: nothing yet."""
         return [KVCache() for _ in range(self.config.num_layers)]
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, *, reduction: str = "mean") -> Tensor:
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        *,
+        documents_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
         """-ln p(target) over the tokens, the same on every rank, without whole logits; targets of
         -100 don't count.
 
         Args:
+            documents_BT, positions_BT: as of `forward`.
             reduction: "mean" over those that count, or "sum".
         """
-        result: Tensor = self(tokens_BT, targets_BT, reduction=reduction)
+        result: Tensor = self(
+            tokens_BT,
+            targets_BT,
+            documents_BT=documents_BT,
+            positions_BT=positions_BT,
+            reduction=reduction,
+        )
         return result
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ __all__ = ["Rotary"]
 
 class Rotary(nn.Module):
     """forward(T, first=0) -> (cos, sin) fp32 [T, width / 2] of places first, first + 1, ..., all
-    below `length`.
+    below `length`; forward(T, positions_BT=) those of the places of each token, [B, T, width / 2].
 
     One for all blocks of a model, computed in fp64 and kept in fp32, whatever the model is cast to.
 
@@ -68,11 +68,11 @@ class Rotary(nn.Module):
         self.fill()
         return self
 
-    def forward(self, length: int, *, first: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, length: int, *, first: int = 0, positions_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if positions_BT is not None:
+            cos_BTK, sin_BTK = self.table_2TK[:, positions_BT]
+            return cos_BTK, sin_BTK
         cos_TK, sin_TK = self.table_2TK[:, first : first + length]
-        return cos_TK, sin_TK
-
-    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of tokens at these places, int64 [T]."""
-        cos_TK, sin_TK = self.table_2TK.index_select(1, places)
         return cos_TK, sin_TK

@@ -40,8 +40,11 @@ from pyops.tensor_parallel import (
     initialize_model_,
     set_dropout,
 )
+from pyops.tensor_parallel.functional.scores import DistanceBias
 
 __all__ = ["T5", "T5Config"]
+
+MOST_DISTANCE = 1 << 20  # a table of the buckets of all distances is made
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,12 @@ class T5Config:
             )
         if self.num_buckets < 4 or self.num_buckets % 2:
             raise ValueError(f"num_buckets is {self.num_buckets}; it must be even, 4 or more")
+        if not self.num_buckets // 2 < self.max_distance <= MOST_DISTANCE:
+            raise ValueError(
+                f"max_distance is {self.max_distance}; it must be more than num_buckets / 2 = "
+                f"{self.num_buckets // 2}, distances that have buckets of their own, and at most "
+                f"{MOST_DISTANCE}"
+            )
         if not 0 <= self.start_token < self.vocab_size:
             raise ValueError(
                 f"start_token is {self.start_token}, outside the vocabulary of {self.vocab_size}"
@@ -180,7 +189,7 @@ class T5Block(nn.Module):
         x: Tensor,
         shape: Shape | None = None,
         *,
-        bias: Tensor | None = None,
+        bias: DistanceBias | None = None,
         mask: Tensor | None = None,
         memory: Tensor | None = None,
         memory_shape: Shape | None = None,
@@ -235,7 +244,7 @@ class T5Stack(nn.Module):
 
     def forward(self, x: Tensor, shape: Shape, **options: Tensor | Shape | None) -> Tensor:
         x = self.dropout1(x)
-        bias = self.relative(shape[1], shape[1])
+        bias: DistanceBias = self.relative()
         for block in self.blocks:
             x = block(x, shape, bias=bias, **options)
         result: Tensor = self.dropout2(self.norm(x))

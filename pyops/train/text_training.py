@@ -170,7 +170,7 @@ class TextTraining(TokenTraining):
                 return ""  # the ranks that share a model with rank 0 help it
             tokens = sample(
                 self.strategy.speaking(),
-                self.data.held_out_BT[0, :PROMPT_TOKENS].to(self.device),
+                self.data.prompt(PROMPT_TOKENS).to(self.device),
                 num_tokens=self.config.train.num_sample_tokens,
                 context=self.config.model.sequence_length,
                 seed=self.config.train.seed,

@@ -227,10 +227,21 @@ def test_the_learning_rates_way():
     assert OptimizerConfig(lr=2.0, warmup_steps=0).lr_at(0, num_steps=1) == 2.0
 
 
-def test_rows_of_documents_are_not_taken_by_a_run_yet(tmp_path):
-    path = write(tmp_path, '[data]\npacking = "documents"\n')
-    with pytest.raises(ConfigError, match=r"data.packing is 'documents', but .*set it to"):
+def test_rows_of_documents_are_of_runs_over_text(tmp_path):
+    packing = '[data]\npacking = "documents"\n'
+    assert load_config(write(tmp_path, packing)).data.packing == "documents"
+    path = write(tmp_path, packing + '[elastic]\nfreeze = "schedule"\n[model]\ntied_head = false\n')
+    with pytest.raises(ConfigError, match=r"data.packing is 'documents', which .*set data.packing"):
         load_config(path)
+
+
+def test_patterns_of_attention(tmp_path):
+    text = '[model]\npattern = "BigBird(seed=2) | Longformer"\npattern_block = 32\n'
+    model = load_config(write(tmp_path, text)).model
+    assert model.pattern.startswith("BigBird(num_random_blocks=1,")
+    assert model.pattern_block == 32
+    with pytest.raises(ConfigError, match=r"model.pattern has 'Bigbird', which is no pattern; did"):
+        load_config(write(tmp_path, '[model]\npattern = "Bigbird"\n'))
 
 
 def test_every_refusal_of_a_section_begins_with_a_key():

@@ -23,6 +23,7 @@ from pyops.random import dropout_mask, states_of, with_states
 from pyops.tensor_parallel import parallelize, set_dropout, sync_partial_grads
 from tests.grids import full
 from tests.parallel.tiny_transformers import batch_for, make_model
+from tests.square_tensors import SquareTensors
 from tests.tensor_parallel.convert.test_parallelize import as_cut
 
 P = 0.2
@@ -150,6 +151,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"is_causal": True},
     "bool": {"attn_mask": torch.rand(3, 1, T, S, generator=torch.Generator().manual_seed(1)) < 0.7},
+    "padding": {"attn_mask": torch.arange(S) < torch.tensor([12, 7, 9])[:, None, None, None]},
+    "padding of all": {"attn_mask": (torch.arange(S) < 7).expand(T, S)},
     "sees nothing": {"attn_mask": torch.arange(T)[:, None] > torch.arange(S)},
     "added": {"attn_mask": torch.linspace(-2, 2, 4 * T * S, dtype=torch.float64).view(4, T, S)},
 }
@@ -325,3 +328,31 @@ def test_nothing_is_done_where_nothing_drops():
     model = make_model("llama", num_hidden_layers=1)
     assert key_dropout(model) == 0
     assert "forward" not in vars(model.model.layers[0].self_attn)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_makes_no_weights(masked: bool):
+    """With dropout, forward and backward, by torch's function and by torch.nn.MultiheadAttention,
+    whose keys are padded; the operation is given no tensor of queries x keys either."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            padding = torch.zeros(x.shape[:2], dtype=torch.bool) if masked else None
+            y, _ = self.inner(x, x, x, key_padding_mask=padding, need_weights=False)
+            heads = y.unflatten(-1, (2, 4)).transpose(1, 2)
+            mask = None if padding is None else (~padding[:, None, None]).expand(-1, 1, 61, 61)
+            return functional.scaled_dot_product_attention(
+                heads, heads, heads, attn_mask=mask, dropout_p=0.3
+            )
+
+    model = Model().train()
+    assert key_dropout(model) == 2
+    set_keyed_dropout(model.named_modules(), seed=1, step=0, first_row=0)
+    with SquareTensors(61) as square:
+        model(torch.randn(2, 61, 8, requires_grad=True)).sum().backward()
+    assert not square.found

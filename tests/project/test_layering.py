@@ -53,6 +53,14 @@ SAME_LAYER_ALLOWED = {
 # Folders and files of a room, lowest first; those of one list do not import each other. `__init__`
 # stands above all of them.
 FLOORS = {
+    "attention": [
+        ["blocks_named", "documents", "extent", "picture"],
+        ["parts"],
+        ["pattern"],
+        ["layouts", "local_windows", "windows"],
+        ["deepspeed", "pattern_text"],
+        ["applied"],
+    ],
     "checkpoint": [
         ["format"],
         ["flat_state", "loading", "writing"],

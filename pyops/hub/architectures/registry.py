@@ -12,6 +12,7 @@ from pyops.hub.architectures.architecture import Architecture
 from pyops.hub.architectures.bert_mapping import BERT_MODEL, ROFORMER
 from pyops.hub.architectures.gpt2_mapping import GPT2
 from pyops.hub.architectures.llama_mapping import LLAMA
+from pyops.hub.architectures.pattern_fields import pattern_fields, with_pattern
 from pyops.hub.architectures.t5_mapping import T5_MODEL
 from pyops.hub.architectures.vit_mapping import VIT
 from pyops.hub.config_fields import ConfigFields
@@ -56,7 +57,8 @@ def architecture_of(model: nn.Module) -> Architecture:
         own_head = (
             frozenset() if getattr(config, "tied_head", True) else frozenset(["lm_head.weight"])
         )
-        written = architecture.read(ConfigFields(architecture.write(config)), own_head).resolved()
+        values = ConfigFields({**architecture.write(config), **pattern_fields(config)})
+        written = with_pattern(architecture.read(values, own_head), values).resolved()
         differing = {
             f.name: getattr(config, f.name)
             for f in fields(config)

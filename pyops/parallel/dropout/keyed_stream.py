@@ -22,7 +22,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
+from pyops.ops.attention import AttentionDropout
 from pyops.ops.layers.dropout import dropout, dropout_state
+from pyops.parallel.dropout.keyed_attention import AttentionCall, keyed_attention
 from pyops.tensor_parallel.convert.region_hooks import Tokens
 from pyops.torch_private import with_functions
 
@@ -139,51 +141,81 @@ class KeyedStream(nn.Module):
         """
         if x.is_meta:  # a placeholder asks for the shape alone
             return x
+        state, row, stride = self._counters(tuple(x.shape), x.device)
+        return dropout(x, p=p, state=state, row=row, row_stride=stride)
+
+    def of_weights(
+        self, shape: tuple[int, ...], p: float, device: torch.device
+    ) -> AttentionDropout:
+        """The dropout that `drop` does of attention weights, for an operation that never makes
+        them.
+
+        Args:
+            shape: [rows, heads, T, S] of the weights, or this rank's heads.
+            p: Probability with which a weight is dropped.
+            device: Of the weights.
+
+        Raises:
+            RuntimeError: No state was set.
+        """
+        if device.type == "meta":
+            state = torch.empty(2, dtype=torch.int64, device=device)
+            return AttentionDropout(p, state, row_stride=0)
+        state, _, stride = self._counters(shape, device)
+        return AttentionDropout(p, state, row_stride=stride)
+
+    def _counters(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, int, int]:
+        """(key and counter of the first element, elements of a row, from a row to the next) of a
+        tensor of this shape; the next one draws with the next key."""
         if self.state is None:
             raise RuntimeError(
                 "this dropout has no state: call set_keyed_dropout(...) before each forward, or "
                 "model.eval()"
             )
-        part = self._part(x)
+        part = self._part(shape)
         dim, start, whole = part or RankPart(1, 0, 0)
-        row = math.prod(x.shape[dim:])
-        stride = row if part is None else row // max(x.shape[dim], 1) * whole
-        if self.tokens is not None and x.dim() == 2:
+        row = math.prod(shape[dim:])
+        stride = row if part is None else row // max(shape[dim], 1) * whole
+        if self.tokens is not None and len(shape) == 2:
             row_of_batch = math.prod(self.tokens.shape[1:]) * stride
-            start_of_rows = self.tokens.first_of(len(x)) * stride
+            start_of_rows = self.tokens.first_of(shape[0]) * stride
         else:
-            row_of_batch = _per_row(x, math.prod(x.shape[:dim]) * stride, self.state.num_rows)
+            row_of_batch = _per_row(shape[0], math.prod(shape[:dim]) * stride, self.state.num_rows)
             start_of_rows = 0
-        key, first_row = self.state.place.to(x.device)
-        first = first_row * row_of_batch + start_of_rows + start * math.prod(x.shape[dim + 1 :])
+        key, first_row = self.state.place.to(device)
+        first = first_row * row_of_batch + start_of_rows + start * math.prod(shape[dim + 1 :])
         self.state = StreamState(torch.stack((key + 1, first_row)), self.state.num_rows)
-        return dropout(
-            x, p=p, state=torch.stack((key, first)), row=max(row, 1), row_stride=max(stride, 1)
-        )
+        return torch.stack((key, first)), max(row, 1), max(stride, 1)
 
-    def _part(self, x: Tensor) -> RankPart | None:
-        """Which part of each row x is; None for all of it."""
+    def _part(self, shape: tuple[int, ...]) -> RankPart | None:
+        """Which part of each row a tensor is; None for all of it."""
         if self.rows is None or self.columns_open is None or not self.columns_open.value:
             return None
         length, dim = self.rows.length, self.rows.dim
         assert dim is not None
         whole = self.rows.global_shape[dim]
-        if x.dim() == 4 and length % x.shape[1] == 0:
-            width = length // x.shape[1]
+        if len(shape) == 4 and length % shape[1] == 0:
+            width = length // shape[1]
             return RankPart(1, self.rows.start // width, whole // width)
-        if x.shape[-1] == length:
-            return RankPart(x.dim() - 1, self.rows.start, whole)
+        if shape[-1] == length:
+            return RankPart(len(shape) - 1, self.rows.start, whole)
         return None
 
 
-def _per_row(x: Tensor, whole: int, num_rows: int | None) -> int:
-    """How many of the `whole` elements, with those of other ranks, one row of the batch has."""
-    if num_rows is not None and x.shape[0] != num_rows:
-        if x.shape[0] == 1:  # one for all rows, such as positions
+def _per_row(length: int, whole: int, num_rows: int | None) -> int:
+    """How many of the `whole` elements, with those of other ranks, one row of the batch has.
+
+    Args:
+        length: Of the tensor's first dimension.
+        whole: Elements of the tensor.
+        num_rows: Of the forward.
+    """
+    if num_rows is not None and length != num_rows:
+        if length == 1:  # one for all rows, such as positions
             return 0
-        if x.shape[0] % num_rows == 0:  # tokens
+        if length % num_rows == 0:  # tokens
             return whole // num_rows
-    return whole // max(x.shape[0], 1)
+    return whole // max(length, 1)
 
 
 class KeyedDropout(KeyedStream):
@@ -252,23 +284,6 @@ class DropoutCall(NamedTuple):
     inplace: bool = False
 
 
-class AttentionCall(NamedTuple):
-    """The arguments of torch's scaled_dot_product_attention, in their order."""
-
-    query: Tensor
-    """[B, H, T, K]."""
-    key: Tensor
-    """[B, G, S, K], where H is a multiple of G with enable_gqa, and else equal to it."""
-    value: Tensor
-    """[B, G, S, V]."""
-    attn_mask: Tensor | None = None
-    """bool, True where a key is seen, or numbers that are added to the scores."""
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-
 class KeyedFunctions(TorchFunctionMode):
     """Within, torch.nn.functional.dropout and the dropout of scaled_dot_product_attention draw from
     a stream, also where multi_head_attention_forward calls them. All other calls, and these two
@@ -305,7 +320,7 @@ class KeyedFunctions(TorchFunctionMode):
     def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
         call = AttentionCall(*args, **kwargs)
         if call.dropout_p > 0.0:
-            return _attention(self.stream, call)
+            return keyed_attention(call, self.stream.of_weights)
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
@@ -328,30 +343,3 @@ class KeyedForward:
             return self.__wrapped__(*args, **kwargs)
         with KeyedFunctions(self.stream):
             return self.__wrapped__(*args, **kwargs)
-
-
-def _attention(stream: KeyedStream, call: AttentionCall) -> Tensor:
-    """What torch's function would give, with weights that are made explicitly: [B, H, T, V]."""
-    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-    if call.enable_gqa:
-        key, value = (
-            x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
-        )
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    # The softmax is computed in fp32 at least, and kept for backward in 16 bits.
-    scores = (query @ key.transpose(-1, -2) * scale).to(
-        torch.promote_types(query.dtype, torch.float32)
-    )
-    if call.is_causal:
-        T, S = scores.shape[-2:]
-        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril()
-    seen = mask if mask is not None and mask.dtype == torch.bool else None
-    if seen is not None:
-        # The smallest number in place of -inf: a query that sees nothing gives zeros, no NaN.
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(dim=-1)
-    if seen is not None:
-        weights = weights.masked_fill(~seen, 0.0)
-    return stream.drop(weights.to(value.dtype), call.dropout_p) @ value

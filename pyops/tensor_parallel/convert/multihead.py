@@ -13,6 +13,7 @@ from pyops.flat import Placement
 from pyops.tensor_parallel.convert.head_counts import HeadCounts
 from pyops.tensor_parallel.convert.module_swap import filled
 from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.functional.scores import attend
 from pyops.tensor_parallel.layers.layer_config import RowConfig
 from pyops.tensor_parallel.layers.linear import RowParallelLinear
 
@@ -120,11 +121,12 @@ class MultiheadAttention(nn.Module):
         )
         mask = self._mask(key_padding_mask, attn_mask, q.dtype)
         p = self.dropout if self.training else 0.0
-        y = (
-            functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        if p:  # torch's function, which `pyops.parallel` lets draw by counters
+            y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+            y = y.transpose(1, 2).flatten(2)
+        else:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            y = attend(q, k, v, scale=self.head_dim**-0.5, bias=mask)
         return self.out_proj(y if self.batch_first else y.transpose(0, 1)), None
 
     def _biases(self) -> list[Tensor | None]:

@@ -26,12 +26,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from pyops.attention import Pattern, PatternLayouts
+from pyops.attention.layouts import shared_layouts
+from pyops.ops.attention import BlockLayout
 from pyops.ops.layers.dropout import dropout_state
 from pyops.ops.layers.rotary import rotary as turn
 from pyops.tensor_parallel.functional.keywords import check_probability, refuse_keywords
 from pyops.tensor_parallel.functional.products import column_products
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
-from pyops.tensor_parallel.functional.scores import Core, ScoreDropout
+from pyops.tensor_parallel.functional.scores import Core, DistanceBias, ScoreDropout, Seen
 from pyops.tensor_parallel.layers.kv_cache import KVCache
 from pyops.tensor_parallel.layers.layer_config import AttentionConfig, ColumnConfig, RowConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -93,6 +96,11 @@ class ParallelAttention(nn.Module):
                 "causal=True has no meaning for cross-attention, whose memory has no "
                 "order with x; pass a mask"
             )
+        if config.pattern is not None and config.cross:
+            raise ValueError(
+                f"pattern is {config.pattern}, but cross-attention has keys of another length; "
+                "leave it out there"
+            )
         check_probability("dropout", config.dropout)
         K = dim // num_heads if config.head_dim is None else config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, G, K
@@ -113,6 +121,7 @@ class ParallelAttention(nn.Module):
         self.plan = self.output.plan
         place = self.output.placements["weight"]
         self.first_head, self.local_heads = place.start // K, place.length // K
+        self.layouts = None if config.pattern is None else self._layouts(config.pattern, config)
         self.register_buffer("state", None, persistent=False)
 
     def _make_projections(self, dim: int, config: AttentionConfig, where: dict[str, Any]) -> None:
@@ -151,6 +160,11 @@ class ParallelAttention(nn.Module):
         bias = config.bias if config.out_bias is None else config.out_bias
         self.output = RowParallelLinear(H * K, dim, bias=bias, config=output, **where)
 
+    def _layouts(self, pattern: Pattern, config: AttentionConfig) -> PatternLayouts:
+        """Of the heads of this rank, those of padding among them."""
+        heads = self.output.weight.shape[1] // self.head_dim
+        return shared_layouts(pattern, heads, self.first_head, config.pattern_block, config.causal)
+
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
         """Draws all weights anew from the streams (seed, name + ".qkv.weight") and so on; biases
         become zero."""
@@ -180,7 +194,7 @@ class ParallelAttention(nn.Module):
         shape: Shape | None = None,
         memory_shape: Shape | None = None,
         mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | DistanceBias | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         past: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -191,8 +205,10 @@ class ParallelAttention(nn.Module):
             memory: the encoder's output, for cross-attention: [B, S, memory_dim], or rows of it.
             shape: (B, T), needed under sequence parallelism.
             memory_shape: (B, S), needed for cross-attention under sequence parallelism.
-            mask: bool [B, S] or [B, T, S], True where a key may be seen.
-            bias: [1 or B, own heads, T, S], added to the scores.
+            mask: bool [B, S] or [B, T, S], True where a key may be seen; or int32 [B, T], which
+                document each token belongs to, of which it sees the tokens alone, and -1 for
+                padding.
+            bias: [1 or B, own heads, T, S], added to the scores; or what `RelativeBias` gives.
             rotary: (cos, sin), fp32 [T, R / 2] or [B, T, R / 2]: the first R of the K elements of a
                 head are turned by the token's place.
             past: of self-attention: x follows the tokens in there, is added to them, and sees them
@@ -202,15 +218,23 @@ class ParallelAttention(nn.Module):
             y as x; with config.skip_bias (y without the output's bias, that bias or None).
 
         Raises:
-            ValueError: a shape that does not fit the layer, or arguments of cross-attention for
-                self-attention, or the other way round.
+            ValueError: a shape that does not fit the layer, arguments of cross-attention for
+                self-attention, or the other way round, or documents where they have no meaning.
             RuntimeError: dropout in training without `set_dropout` before.
         """
         B, T = self._shape(x, shape, "shape")
+        documents = None
+        if mask is not None and mask.dtype == torch.int32:
+            documents, mask = mask, None
+        if documents is not None and (self.cross or past is not None):
+            raise ValueError(
+                "documents are of self-attention over whole rows; leave them out with "
+                f"{'cross=True' if self.cross else 'past='}"
+            )
         q, k, v = self._project(x, (B, T), memory, memory_shape)
         if rotary is not None:
             q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
-        causal = self.causal
+        causal, layout = self.causal, self._layout(T, q, past)
         if past is not None:
             causal = causal and len(past) == 0  # a single token that follows sees all
             k, v = past.extend(k, v)
@@ -219,8 +243,7 @@ class ParallelAttention(nn.Module):
             k,
             v,
             scale=self.scale,
-            causal=causal,
-            mask=mask,
+            seen=Seen(causal, mask, documents, layout),
             bias=bias,
             dropout=self._dropout(*self.core.lengths(T, k.shape[1])),
         )
@@ -228,6 +251,16 @@ class ParallelAttention(nn.Module):
             y = y.flatten(0, 1)
         result: Tensor | tuple[Tensor, Tensor | None] = self.output(y)
         return result
+
+    def _layout(self, T: int, q: Tensor, past: KVCache | None) -> BlockLayout | None:
+        if self.layouts is None:
+            return None
+        layout: BlockLayout
+        if past is not None and len(past):
+            layout = self.layouts.last_query(len(past) + T, q.device)
+        else:
+            layout = self.layouts.of(T, q.device)
+        return layout
 
     def _shape(self, x: Tensor, shape: Shape | None, what: str) -> Shape:
         if not self.plan.sequence_parallel:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyops.attention import Pattern
+
 __all__ = [
     "AttentionConfig",
     "ColumnConfig",
@@ -124,6 +126,12 @@ class AttentionConfig(ReduceConfig):
     """Rotary positions turn the pairs (0, 1), (2, 3), ... of a head, instead of its halves."""
     out_std: float | None = None
     """Standard deviation of output.weight; None: std."""
+    pattern: Pattern | None = None
+    """Which blocks of tokens see which; None: all see all, or all before them. A rank has the
+    layout of its heads as they are numbered in the whole; where causal, a token sees the same keys
+    in a sequence of any length."""
+    pattern_block: int = 64
+    """Tokens of a block's side, a multiple of 16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@ the query, not where it is."""
 
 from __future__ import annotations
 
-import math
 from typing import NoReturn
 
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.flat import Placement
+from pyops.ops.attention.distance import relative_buckets
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
+from pyops.tensor_parallel.functional.scores import DistanceBias
 from pyops.tensor_parallel.layers.layer_config import RelativeBiasConfig
 
 __all__ = ["RelativeBias"]
@@ -67,31 +68,31 @@ class RelativeBias(nn.Module):
             placement=self.placements["weight"],
         )
 
-    def forward(self, queries: int, keys: int) -> Tensor:
-        """The bias [1, own heads, queries, keys] of as many queries and keys."""
-        device = self.weight.device
-        distance = (
-            torch.arange(keys, device=device)[None] - torch.arange(queries, device=device)[:, None]
-        )
-        return (
-            functional.embedding(self._bucket(distance), self.weight).permute(2, 0, 1).unsqueeze(0)
-        )
+    def forward(self, *sizes: int) -> DistanceBias:
+        """What `ParallelAttention` takes as bias, for any number of queries and keys.
 
-    def _bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance, the key's place minus the query's."""
-        buckets, found = self.config.num_buckets, torch.zeros_like(distance)
-        if self.config.bidirectional:
-            buckets //= 2
-            found = (distance > 0) * buckets
-            distance = distance.abs()
-        else:
-            distance = (-distance).clamp(min=0)
-        exact = buckets // 2
-        far = (
-            (distance.float().clamp(min=1) / exact).log()
-            / math.log(self.config.max_distance / exact)
-            * (buckets - exact)
+        Raises:
+            TypeError: for sizes, of which earlier versions made a tensor.
+        """
+        if sizes:
+            raise TypeError(
+                f"RelativeBias is called with {sizes}; call it without arguments, for what "
+                "ParallelAttention takes as bias, or `scores(queries, keys)` for the tensor"
+            )
+        config = self.config
+        # A copy of the few numbers: a strategy may let go of the parameter after this call.
+        return DistanceBias(self.weight.clone(), config.max_distance, config.bidirectional)
+
+    def scores(self, queries: int, keys: int) -> Tensor:
+        """The bias [1, own heads, queries, keys] of as many queries and keys."""
+        most = self.config.max_distance
+        buckets = relative_buckets(
+            self.config.num_buckets,
+            max_distance=most,
+            bidirectional=self.config.bidirectional,
+            device=self.weight.device,
         )
-        return found + torch.where(
-            distance < exact, distance, (exact + far.long()).clamp(max=buckets - 1)
-        )
+        places = torch.arange(keys, device=self.weight.device)
+        distance = places - torch.arange(queries, device=self.weight.device)[:, None]
+        rows = buckets[distance.clamp(-most, most) + most]
+        return functional.embedding(rows, self.weight).permute(2, 0, 1).unsqueeze(0)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyops.data.tokenizer import Tokenizer
 from pyops.models import GPT, GPTConfig
 from pyops.parallel import LayeredModel
-from pyops.parallel.losses import padded_rows
+from pyops.parallel.losses import IGNORED, padded_rows
 
-__all__ = ["HeadLoss", "batch_of", "layer_costs", "layers_of"]
+__all__ = ["HeadLoss", "batch_of", "layer_costs", "layers_of", "rows_of"]
 
 
 def layers_of(model: GPT, *, seed: int) -> LayeredModel:
@@ -48,9 +49,14 @@ def layer_costs(config: GPTConfig) -> tuple[float, ...]:
     return (0.0, *blocks, float(config.vocab_size * config.dim))
 
 
-def batch_of(rows_BT: Tensor) -> dict[str, Any]:
-    """Arguments of GPT's forward for rows [B, T + 1] of text: the next token is the target."""
-    return {"tokens_BT": rows_BT[:, :-1], "targets_BT": rows_BT[:, 1:], "reduction": "sum"}
+def rows_of(text_BT: Tensor) -> dict[str, Tensor]:
+    """Tokens and targets of rows [B, T + 1] of text: the next token is the target."""
+    return {"tokens_BT": text_BT[:, :-1], "targets_BT": text_BT[:, 1:]}
+
+
+def batch_of(rows: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """Arguments of GPT's forward for rows, of which the loss is summed."""
+    return {**{name: each.to(device) for name, each in rows.items()}, "reduction": "sum"}
 
 
 class HeadLoss:
@@ -66,11 +72,12 @@ class HeadLoss:
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """Bytes of text that the targets stand for."""
-        return float(self._tokenizer.token_bytes(batch["targets_BT"].cpu().numpy()))
+        targets = batch["targets_BT"]
+        return float(self._tokenizer.token_bytes(targets[targets != IGNORED].cpu().numpy()))
 
     def divisor(self, batch: Mapping[str, Any]) -> float:
-        """The number of targets."""
-        return float(batch["targets_BT"].numel())
+        """The number of targets that count."""
+        return float((batch["targets_BT"] != IGNORED).sum())
 
     def sum(self, outputs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Nats: what the model returned."""

@@ -63,6 +63,8 @@ class FlatTrainer:
         self.grad_norm: float | None = None
         self.vote = False
         self._seed = config.train.seed
+        # Rows of documents have targets as many as fit.
+        self._uneven = config.data.packing != "none"
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
         share = config.train.batch // self._ranks
@@ -89,14 +91,20 @@ class FlatTrainer:
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         totals[1], totals[2] = self.loss.count(batch), float(vote)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        totals[0] = self._differentiate(
-            batch, scale=scale / (self.loss.divisor(batch) * self._ranks)
-        )
+        totals[0] = self._differentiate(batch, scale=scale / self._divisor(batch))
         nats, count, votes = sum_over_ranks(totals).tolist()
         self.vote = votes > 0
         self.grad_norm = self._update(finite=math.isfinite(nats))
         self.num_steps += 1
         return float(nats / count)
+
+    def _divisor(self, batch: Mapping[str, Any]) -> float:
+        """By how much the gradients of all ranks are divided."""
+        own = self.loss.divisor(batch)
+        if not self._uneven:
+            return own * self._ranks
+        total = torch.tensor(own, dtype=torch.float64, device=self._device)
+        return float(sum_over_ranks(total)) or 1.0
 
     def _differentiate(self, batch: Mapping[str, Any], *, scale: float) -> Tensor:
         """Nats of this rank's sequences; their gradients, times `scale`, are reduced, or on their

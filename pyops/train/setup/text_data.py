@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from pyops.config import Config
-from pyops.data import Batches, prepare, validation_rows
+from pyops.data import (
+    Batches,
+    PackedBatches,
+    packed_validation_rows,
+    prepare,
+    validation_rows,
+)
 from pyops.mesh import Mesh
-from pyops.train.setup.gpt_layers import batch_of
+from pyops.train.setup.gpt_layers import batch_of, rows_of
 
 __all__ = ["TextData"]
 
@@ -38,32 +44,41 @@ class TextData:
         self.corpus = prepare(
             config.data, vocab_size=model.vocab_size, sequence_length=model.sequence_length
         )
-        self.batches = Batches(
-            self.corpus,
-            sequence_length=model.sequence_length,
-            global_batch=options.batch,
-            seed=options.seed,
-            rank=mesh.rank("dp"),
-            num_ranks=num_ranks,
-        )
-        self.held_out_BT = validation_rows(
-            self.corpus,
-            sequence_length=model.sequence_length,
-            num_sequences=options.num_validation_sequences,
-            rank=mesh.rank("dp"),
-            num_ranks=num_ranks,
-        )
+        part: dict[str, Any] = {
+            "sequence_length": model.sequence_length,
+            "rank": mesh.rank("dp"),
+            "num_ranks": num_ranks,
+        }
+        order = {"global_batch": options.batch, "seed": options.seed}
+        count = options.num_validation_sequences
+        self.batches: Batches | PackedBatches
+        if config.data.packing == "documents":
+            self.batches = PackedBatches(self.corpus, **order, **part)
+            self._held_out = packed_validation_rows(self.corpus, num_sequences=count, **part)
+        else:
+            self.batches = Batches(self.corpus, **order, **part)
+            self._held_out = rows_of(validation_rows(self.corpus, num_sequences=count, **part))
         self.num_rows = options.batch // num_ranks
         """Sequences of this rank in each batch."""
 
     def next(self, device: torch.device) -> dict[str, Any]:
         """This rank's next batch, as `batch_of` has it."""
-        return batch_of(self.batches.next().to(device))
+        found = self.batches.next()
+        return batch_of(found if isinstance(found, dict) else rows_of(found), device)
 
     def validation(self, device: torch.device) -> Iterator[dict[str, Any]]:
         """The rows held out, once, some at a time: at least one batch, which may have none."""
-        for rows_BT in self.held_out_BT.split(self.num_rows):
-            yield batch_of(rows_BT.to(device))
+        parts = {name: rows.split(self.num_rows) for name, rows in self._held_out.items()}
+        for several in zip(*parts.values(), strict=True):
+            yield batch_of(dict(zip(parts, several, strict=True)), device)
+
+    def prompt(self, num_tokens: int) -> Tensor:
+        """The beginning of the first row held out, or of its first document: int64 [n], n at most
+        `num_tokens`."""
+        documents_BT = self._held_out.get("documents_BT")
+        if documents_BT is not None:
+            num_tokens = min(num_tokens, int((documents_BT[0] == 0).sum()))
+        return self._held_out["tokens_BT"][0, :num_tokens]
 
     def decode(self, tokens: Tensor) -> str:
         """The text of these tokens."""

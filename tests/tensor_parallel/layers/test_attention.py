@@ -60,7 +60,7 @@ class Biased(nn.Module):
         )
 
     def forward(self, x: Tensor, shape: Shape) -> Tensor:
-        return self.attention(x, shape=shape, bias=self.bias(shape[1], shape[1]))
+        return self.attention(x, shape=shape, bias=self.bias())
 
 
 class Crossed(nn.Module):
@@ -170,7 +170,7 @@ def test_bias_by_distance_falls_into_the_buckets_of_t5():
     layer = configured(RelativeBias, 1, num_buckets=16, max_distance=20)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(16.0)[:, None])
-    assert layer(1, 25)[0, 0, 0].tolist() == [
+    assert layer.scores(1, 25)[0, 0, 0].tolist() == [
         0,
         9,
         10,
@@ -187,12 +187,12 @@ def test_bias_by_distance_falls_into_the_buckets_of_t5():
         14,
         *[15] * 11,
     ]
-    assert layer(4, 1)[0, 0, :, 0].tolist() == [0, 1, 2, 3]
+    assert layer.scores(4, 1)[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     layer = configured(RelativeBias, 1, num_buckets=8, max_distance=20, bidirectional=False)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(8.0)[:, None])
-    assert layer(10, 3)[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 5, 6]
-    assert layer(1, 3)[0, 0, 0].tolist() == [0, 0, 0]
+    assert layer.scores(10, 3)[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 5, 6]
+    assert layer.scores(1, 3)[0, 0, 0].tolist() == [0, 0, 0]
 
 
 def one_of_each(rank: int, group: dist.ProcessGroup, sp: bool) -> list[tuple[int, int]]:
