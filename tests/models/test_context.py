@@ -123,6 +123,27 @@ def test_encoders_with_padding_are_those_of_one_rank(
         assert number or float(whole.norm()) > 0
 
 
+@pytest.mark.parametrize(("name", "method"), [("GPT-2", "ring"), ("Llama", "gather")])
+def test_packed_documents_are_those_of_one_rank(name: str, method: str) -> None:
+    tokens, targets = _rows()
+    lengths = torch.tensor([[5, 8, 3], [1, 9, 6]])
+    documents = torch.stack([torch.arange(3).repeat_interleave(row) for row in lengths]).int()
+
+    def gradients(context: ContextRanks | None) -> list[Tensor]:
+        model = GPT(CONFIGS[name], context=context, dtype=torch.float64)
+        model.set_dropout((B, T), seed=3, step=4)
+        total = model.loss(tokens, targets, documents_BT=documents, reduction="sum")
+        total.backward()
+        return [total.detach(), *(p.grad for p in model.parameters())]
+
+    expected = gradients(None)
+    found = run_virtual(2, lambda t: gradients(ContextRanks.of(t, method=method)))
+    for number, whole in enumerate(expected):
+        total = sum(each[number] for each in found)
+        assert float(whole.norm()) > 0
+        assert float((total - whole).norm()) < 1e-10 * float(whole.norm()), number
+
+
 def test_own_tokens_at_equal_distances_are_one_stretch() -> None:
     assert _stretches([0, 1, 6, 7, 16, 17, 22, 23]) == (
         (0, 2, 0, 1),
