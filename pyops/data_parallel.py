@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.broadcast import broadcast
+from pyops.comm.buckets.reduce_axes import axis_sizes, check_reduce_axes
 from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.symmetric import DTYPES, SymmetricBuffer, symmetric_empty
@@ -164,7 +165,8 @@ class DataParallel(nn.Module):
     Raises:
         ValueError: on every rank alike: the ranks' modules differ in names, shapes, dtypes or
             order, or the options above differ; nothing is trainable; a parameter is on the meta
-            device. In backward, the errors of pyops.comm name the rank and the bucket.
+            device, or its placement says that its gradient is summed over other axes. In backward,
+            the errors of pyops.comm name the rank and the bucket.
         TypeError: on every rank alike: no module, no codec, a dtype that the codec can't compress.
 
     Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets, overlap, no_sync).
@@ -191,6 +193,7 @@ class DataParallel(nn.Module):
             named = _trainable(module)
             _check_codec(codec, named)
             check_free(named, who="DataParallel")
+            check_reduce_axes(module, axis_sizes(mesh), who="DataParallel")
         _check_same_modules(module, group=group)
         # Backward reaches the last parameter first.
         order = {id(p): i for i, (_, p) in enumerate(reversed(named))}

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyops.context_parallel import METHODS
 from pyops.parallel.plan import RECOMPUTE, SCHEDULES, WITH_STAGES_PER_RANK
 
 __all__ = ["SCHEDULES", "ParallelConfig"]
 
+ORDERS = ("zigzag", "contiguous", "striped")
 ENOUGH = 4  # micro-batches for each rank, where nothing is said
 
 
@@ -34,12 +36,18 @@ class ParallelConfig:
         sequence_parallel: Between the layers each of them keeps its share of the tokens only.
         pp: Ranks that hold different layers (pipeline parallelism).
         dp: Models; 0: as many as there are ranks for.
+        cp: Ranks that share out the tokens of each sequence (context parallelism).
+        cp_method: How attention goes over them: gather, ulysses or ring.
+        cp_order: Which tokens each of them holds: zigzag, contiguous or striped.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
     dp: int = 0
+    cp: int = 1
+    cp_method: str = "gather"
+    cp_order: str = "zigzag"
     schedule: str = "1f1b"
     v: int = 1
     num_microbatches: int = 0
@@ -48,13 +56,18 @@ class ParallelConfig:
     memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "v"):
+        for name in ("tp", "pp", "cp", "v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("dp", "num_microbatches", "memory_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+        for name, known in (
+            ("schedule", SCHEDULES),
+            ("recompute", RECOMPUTE),
+            ("cp_method", METHODS),
+            ("cp_order", ORDERS),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}"
@@ -64,6 +77,7 @@ class ParallelConfig:
                 f"v is {self.v}, but schedule {self.schedule!r} has no such option; set "
                 f"it to {' or '.join(WITH_STAGES_PER_RANK)}"
             )
+        self._check_context()
         if self.memory_bytes and not self.adapt:
             raise ValueError(
                 f"memory_bytes is {self.memory_bytes}, which only adapt looks at; set "
@@ -77,6 +91,19 @@ class ParallelConfig:
                         "pipeline; set pp to 2 or more"
                     )
 
+    def _check_context(self) -> None:
+        if self.cp > 1 and self.adapt:
+            raise ValueError(
+                f"cp is {self.cp}, and adapt chooses a layout without it; set adapt to false, or "
+                "cp to 1"
+            )
+        for name, default in (("cp_method", "gather"), ("cp_order", "zigzag")):
+            if self.cp == 1 and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but cp is 1: no rank shares a sequence "
+                    "with another; set cp to 2 or more"
+                )
+
     @property
     def num_stages(self) -> int:
         """Of the pipeline, over all its ranks."""
@@ -88,17 +115,15 @@ class ParallelConfig:
         Raises:
             ValueError: Where they hold no whole number of them, or not `dp`.
         """
-        name, each = (
-            ("tp", str(self.tp))
-            if self.pp == 1
-            else ("tp x parallel.pp", f"{self.tp} x {self.pp} = {self.tp * self.pp}")
-        )
-        ranks = self.tp * self.pp
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        wide = {key: size for key, size in sizes.items() if size > 1 or key == "tp"}
+        ranks, one = self.tp * self.pp * self.cp, len(wide) == 1
+        name = " x parallel.".join(wide)
+        each = str(ranks) if one else f"{' x '.join(map(str, wide.values()))} = {ranks}"
         if num_ranks % ranks:
             near = max(ranks, num_ranks // ranks * ranks)
             divisor = (
-                f"set {'parallel.tp' if self.pp == 1 else 'them'} to "
-                f"{'a divisor' if self.pp == 1 else 'divisors'}"
+                f"set {'parallel.tp' if one else 'them'} to {'a divisor' if one else 'divisors'}"
             )
             raise ValueError(
                 f"{name} is {each}, of which {num_ranks} ranks are no multiple; start a "

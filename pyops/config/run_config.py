@@ -11,6 +11,7 @@ from pyops.config.folder_rules import check_folder
 from pyops.config.run_sections import RunSections
 from pyops.config.sample_rules import check_elastic
 from pyops.config.task_config import KINDS, check_task
+from pyops.context_parallel import Order
 
 __all__ = ["Config"]
 
@@ -88,14 +89,16 @@ class Config(RunSections):
     def _check_sharing(self) -> None:
         """What doesn't go with [zero] or [parallel]."""
         tp, pp, optimizer = self.parallel.tp, self.parallel.pp, self.optimizer.name
-        axis, ranks = ("parallel.tp", tp) if tp > 1 else ("parallel.pp", pp)
+        sizes = {f"parallel.{axis}": getattr(self.parallel, axis) for axis in ("tp", "pp", "cp")}
+        axis, ranks = next(((key, n) for key, n in sizes.items() if n > 1), ("parallel.pp", pp))
         key, value, off = (
             ("zero.stage", self.zero.stage, 0) if self.zero.stage else (axis, ranks, 1)
         )
         if pp > 1:
             self._check_pipeline()
-        if not self.zero.stage and tp == pp == 1:
+        if not self.zero.stage and max(sizes.values()) == 1:
             return
+        self._check_rows()
         if self.optimizer.communicates:
             raise ValueError(
                 f"{key} is {value}, but optimizer.name {optimizer!r} communicates "
@@ -113,6 +116,24 @@ class Config(RunSections):
                 f"parallel.tp is {tp}, but optimizer.name {optimizer!r} goes by sums "
                 "over each layer, of which a rank has a "
                 "part: set adamw, say, or parallel.tp to 1"
+            )
+
+    def _check_rows(self) -> None:
+        """Whether the ranks of parallel.cp can share out the sequences of a text."""
+        parallel, cp, length = self.parallel, self.parallel.cp, self.model.sequence_length
+        if cp == 1 or self.task.kind != "text":
+            return
+        wanted = Order.padded_length(parallel.cp_order, length=length, ranks=cp)
+        if wanted != length:
+            raise ValueError(
+                f"parallel.cp is {cp}, whose ranks can't share out the {length} tokens of "
+                f"model.sequence_length in the order {parallel.cp_order}: set it to {wanted}, say"
+            )
+        heads = self.model.num_heads // parallel.tp
+        if parallel.cp_method == "ulysses" and heads < cp:
+            raise ValueError(
+                f"parallel.cp is {cp}, but its ranks exchange the {heads} heads that each has: set "
+                f'it to {heads} or less, or parallel.cp_method to "gather" or "ring"'
             )
 
     def _check_pipeline(self) -> None:

@@ -3,7 +3,7 @@ Hugging Face folder alike.
 
 | section | of the plan |
 |---|---|
-| [parallel] tp, pp, dp, sequence_parallel | the same |
+| [parallel] tp, pp, dp, cp, sequence_parallel | the same |
 | [parallel] schedule, v, recompute, num_microbatches | pipeline |
 | [zero]; [train] bucket_bytes; [precision] initial_scale, ... | zero |
 | [recompute] modules, offload | recompute, recompute_offload |
@@ -62,6 +62,7 @@ def plan_for_run(config: RunSections, *, num_rows: int) -> ParallelPlan:
         tp=parallel.tp,
         pp=parallel.pp,
         dp=parallel.dp,
+        cp=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
         pipeline=pipeline,
         zero=replace(config.zero, bucket_bytes=options.bucket_bytes, loss_scale=scale),

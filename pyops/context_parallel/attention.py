@@ -25,7 +25,7 @@ from pyops.context_parallel.order import Order
 from pyops.context_parallel.peers import Peers, Wire
 from pyops.context_parallel.problem import Heads, Problem
 from pyops.context_parallel.ring import ring_attention
-from pyops.mesh import Mesh, ProcessGroupLike, resolve
+from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, attention
 
 __all__ = ["METHODS", "ContextRanks", "ContextRow"]
@@ -104,6 +104,11 @@ class ContextRanks:
             wire = None if ranks is None or ranks.size() == 1 else Wire.of(ranks)
         size = wire.size if wire is not None else 1
         return cls(wire, method, heads or (size if method == "ulysses" else 1))
+
+    @property
+    def group(self) -> ProcessGroupLike:
+        """The process group of the ranks; ALONE for one."""
+        return ALONE if self.wire is None else self.wire.group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextRanks:
         return self  # a copy of a model communicates with the same ranks
@@ -184,7 +189,9 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, row: ContextRow, problem: Problem
     ranks, u = row.ranks, row.ranks.heads
     places = [row.order.index(rank, device=q.device) for rank in range(ranks.size)]
     first = ranks.rank - ranks.rank % u  # of the neighbors that exchange heads
-    blocks = [torch.cat(places[i : i + u]).sort().values for i in range(0, ranks.size, u)]
+    blocks = places  # in the order of each rank's tokens; of neighbors in that of the row
+    if u > 1:
+        blocks = [torch.cat(places[i : i + u]).sort().values for i in range(0, ranks.size, u)]
     exchange = None
     heads = Heads(0, q.shape[2], q.shape[2])
     if u > 1:

@@ -49,6 +49,13 @@ class Wire:
         """The messages of a process group."""
         return cls(ProcessGroupTransport(group, tag=_TAG), group=group)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; RuntimeError where the ranks are threads."""
+        if self._group is None:
+            raise RuntimeError("these ranks are threads of one process, and have no process group")
+        return self._group
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
         return self  # a copy of a model communicates with the same ranks
 

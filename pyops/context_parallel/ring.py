@@ -107,7 +107,7 @@ class _Ring(torch.autograd.Function):
         if found is None:
             B, n, H, _ = q.shape
             found = torch.zeros_like(q, dtype=wide), q.new_full((B, H, n), -torch.inf, dtype=wide)
-        y, lse = found[0].to(q.dtype), found[1]
+        y, lse = found[0].to(q.dtype).contiguous(), found[1]
         ctx.outer = outer
         ctx.save_for_backward(q, k, v, scores, table, y, lse)
         return y

@@ -83,6 +83,8 @@ class Placement:
         partial: The gradient that backward leaves on a rank is a part of the whole one; the copies'
             parts must be summed.
         index: Which of the different parts this is, from 0; the copies' is the same.
+        reduce: The axes of a mesh over which its gradient is summed: those whose ranks hold the
+            same values of it and see other tokens. Strategies that are given a mesh go by it.
 
     Raises:
         ValueError: For cuts that are not in ascending order, or not within the whole.
@@ -94,6 +96,7 @@ class Placement:
     first: bool = True
     partial: bool = False
     index: int = 0
+    reduce: tuple[str, ...] = ("dp", "cp")
 
     def __post_init__(self) -> None:
         dims = [cut.dim for cut in self.cuts]
@@ -115,7 +118,7 @@ class Placement:
             state["cuts"] = () if old[0] is None else (Cut(*old),)  # type: ignore[arg-type]
             # Equal parts of old placements lie one after the other.
             state["index"] = old[1] // max(old[3] or 0, 1) if old[0] is not None else 0
-        self.__dict__.update(state)
+        self.__dict__.update({"reduce": ("dp", "cp"), **state})
 
     @classmethod
     def whole(

@@ -4,6 +4,7 @@
     prepare(accelerator, model, optimizer)     a ZeroOptimizer in a loop of Accelerate
     ZeroTrainer(..., zero=ZeroConfig(stage=3))  transformers.Trainer over ZeroOptimizer
     class Mine(ZeroTraining, SFTTrainer)       the same for a Trainer of your own
+    share_rows(model, ranks)                   rows of tokens over context parallel ranks
     apply_kernels(model)                       fused norms, MLPs and loss in a model of transformers
 
 transformers and accelerate are imported when they are used.
@@ -24,6 +25,7 @@ __all__ = [
     "apply_kernels",
     "prepare",
     "remove_kernels",
+    "share_rows",
 ]
 
 
@@ -34,6 +36,8 @@ def __getattr__(name: str) -> Any:
         return trainer_class(ZeroTraining, name)
     if name in ("apply_kernels", "remove_kernels"):
         return getattr(importlib.import_module("pyops.hf.kernels"), name)
+    if name == "share_rows":
+        return importlib.import_module("pyops.hf.shared_rows").share_rows
     raise AttributeError(
         f"module 'pyops.hf' has no attribute {name!r}; it has {', '.join(__all__)}"
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
 from pyops.models.config_checks import (
     ACTIVATIONS,
@@ -29,6 +30,7 @@ from pyops.models.config_checks import (
     check_pattern,
     pattern_of,
 )
+from pyops.models.context import TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import IGNORED, VocabularyHead
@@ -137,11 +139,11 @@ class BERTEmbedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
+        tokens_BT, types_BT = (self.layout.own_tokens(each) for each in (tokens_BT, types_BT))
         x = self.token(tokens_BT) + self.kind(self.layout.take_index(types_BT))
         if self.position is not None:
-            place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(
-                tokens_BT
-            )
+            places = self.layout.own_places(tokens_BT.shape[1], tokens_BT.device)
+            place_BT = places.expand_as(tokens_BT)
             x = x + self.position(self.layout.take_index(place_BT))
         result: Tensor = self.dropout(self.norm(x))
         return result
@@ -154,6 +156,7 @@ class BERTBlock(nn.Module):
         self, config: BERTConfig, *, layout: ModelLayout, rotary: Rotary | None = None
     ) -> None:
         super().__init__()
+        self.layout = layout
         self.attention = ParallelAttention(
             config.dim,
             config.num_heads,
@@ -167,6 +170,7 @@ class BERTBlock(nn.Module):
             ),
             **layout.parallel,
         )
+        layout.attend_over_ranks(self.attention)
         self.norm1 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
@@ -189,8 +193,11 @@ class BERTBlock(nn.Module):
     def forward(
         self, x: Tensor, shape: Shape | None = None, mask_BT: Tensor | None = None
     ) -> Tensor:
-        length = x.shape[1] if shape is None else shape[1]
-        turns = None if self.rotary is None else self.rotary(length)
+        shape = self.layout.own_shape(shape)
+        length, turns = x.shape[1] if shape is None else shape[1], None
+        if self.rotary is not None:
+            places = self.layout.shared_places(length, x.device)
+            turns = self.rotary(length, positions_BT=places)
         y = self.norm1(
             self.dropout1(*self.attention(x, shape=shape, mask=mask_BT, rotary=turns), residual=x)
         )
@@ -252,6 +259,9 @@ class BERT(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
+        context: the ranks that share out the tokens of rows, see `GPT`; not with pooled_head. None:
+            every rank has all tokens.
+        order: which tokens each of them holds, see `GPT`.
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. Weights are
             normal with deviation 0.02, biases 0, norms 1.
@@ -270,13 +280,21 @@ class BERT(nn.Module):
         *,
         group: RanksLike = ALONE,
         sequence_parallel: bool = False,
+        context: ContextRanks | None = None,
+        order: str = "contiguous",
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
+        rows = TokenContext.of(context, order)
+        if rows is not None and config.pooled_head:
+            raise ValueError(
+                f"BERT: context has {rows.ranks.size} ranks, of which one holds the first token "
+                "that pooled_head is for; set pooled_head to False, or leave context out"
+            )
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = BERTEmbedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
         self.head = BERTHead(config, layout=layout)

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from pyops.attention import document_positions
+from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
 from pyops.models.config_checks import (
     ACTIVATIONS,
@@ -31,6 +33,7 @@ from pyops.models.config_checks import (
     check_pattern,
     pattern_of,
 )
+from pyops.models.context import TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import VocabularyHead
@@ -197,13 +200,15 @@ class GPTEmbedding(nn.Module):
         documents_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
+        tokens_BT = self.layout.own_tokens(tokens_BT)
         x = self.token(tokens_BT)
         if self.position is not None:
             place_BT = places_of(documents_BT, positions_BT)
             if place_BT is None:
-                place_BT = torch.arange(
-                    first, first + tokens_BT.shape[1], device=tokens_BT.device
-                ).expand_as(tokens_BT)
+                places = self.layout.own_places(tokens_BT.shape[1], tokens_BT.device)
+                place_BT = (first + places).expand_as(tokens_BT)
+            else:
+                place_BT = self.layout.own_tokens(place_BT)
             x = x + self.position(self.layout.take_index(place_BT))
         result: Tensor = self.dropout(x)
         return result
@@ -214,6 +219,7 @@ class GPTBlock(nn.Module):
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout, rotary: Rotary | None) -> None:
         super().__init__()
+        self.layout = layout
         self.norm1, self.norm2 = (
             layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
             for _ in range(2)
@@ -234,6 +240,7 @@ class GPTBlock(nn.Module):
             ),
             **layout.parallel,
         )
+        layout.attend_over_ranks(self.attention)
         activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
@@ -261,10 +268,15 @@ class GPTBlock(nn.Module):
         documents_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
+        shape = self.layout.own_shape(shape)
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
         turns = None
         if self.rotary is not None:
             place_BT = places_of(documents_BT, positions_BT)
+            if place_BT is None:
+                place_BT = self.layout.shared_places(length, x.device)
+            else:
+                place_BT = self.layout.own_tokens(place_BT)
             turns = self.rotary(length, first=first, positions_BT=place_BT)
         y = self.attention(self.norm1(x), shape=shape, mask=documents_BT, rotary=turns, past=past)
         y = self.dropout1(*y, residual=x)
@@ -319,6 +331,11 @@ class GPT(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
+        context: the ranks that share out the tokens of rows, and the method
+            (`pyops.context_parallel`). They are given the same whole rows and targets; logits, and
+            a loss with reduction="sum", are of the own tokens, and gradients are summands: sum them
+            over data and context parallel ranks together. None: every rank has all tokens.
+        order: which tokens of a row each of them holds: "zigzag", "contiguous" or "striped".
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. Weights are
             normal with deviation 0.02, the projections that write into the residual stream
@@ -338,13 +355,16 @@ class GPT(nn.Module):
         *,
         group: RanksLike = ALONE,
         sequence_parallel: bool = False,
+        context: ContextRanks | None = None,
+        order: str = "zigzag",
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
+        rows = TokenContext.of(context, order)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":
@@ -366,6 +386,18 @@ class GPT(nn.Module):
             self.head.output.tie(self.embedding.token)
         if seed is not None:
             self.initialize(seed)
+
+    @property
+    def num_context_ranks(self) -> int:
+        """How many ranks share out the tokens of rows."""
+        rows = self.layout.shared_rows
+        return 1 if rows is None else rows.ranks.size
+
+    def whole_rows(self) -> AbstractContextManager[None]:
+        """Within it every rank has all tokens of its rows, and computes them by itself: to generate
+        texts, with `past`. In eval mode."""
+        rows = self.layout.shared_rows
+        return nullcontext() if rows is None else rows.whole_rows()
 
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
@@ -412,6 +444,11 @@ class GPT(nn.Module):
             past: `new_kv_caches()`, and then the same again: the tokens follow those that were
                 given with it before.
         """
+        if past is not None and self.layout.context is not None:
+            raise ValueError(
+                "past is for ranks that have all tokens of a row; generate texts within "
+                "model.whole_rows()"
+            )
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:
             raise ValueError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.models.context import ContextCore, ContextDropout, TokenContext
 from pyops.tensor_parallel import Dropout, LayerNorm, Ranks, RMSNorm
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
@@ -36,9 +37,17 @@ class ModelLayout:
     """Of the parameters."""
     dtype: torch.dtype | None = None
     """Of the parameters."""
+    shared_rows: TokenContext | None = None
+    """How ranks of context parallelism share out the tokens of rows; None: every rank has all."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLayout:
         return self  # a copy of a model communicates with the same ranks
+
+    @property
+    def context(self) -> TokenContext | None:
+        """`shared_rows`, unless each rank has all tokens for a while."""
+        rows = self.shared_rows
+        return None if rows is None or rows.paused else rows
 
     @property
     def shared(self) -> bool:
@@ -63,7 +72,37 @@ class ModelLayout:
 
     def dropout(self, p: float, width: int) -> Dropout:
         """Of tokens as a rank holds them."""
-        return Dropout(p, width=width, group=self.ranks, sequence_parallel=self.sequence_parallel)
+        where: dict[str, Any] = {
+            "group": self.ranks,
+            "sequence_parallel": self.sequence_parallel,
+        }
+        if self.shared_rows is not None:
+            return ContextDropout(p, width=width, context=self.shared_rows, **where)
+        return Dropout(p, width=width, **where)
+
+    def attend_over_ranks(self, attention: nn.Module) -> None:
+        """Let a layer of self-attention see the tokens of all ranks of context parallelism."""
+        if self.shared_rows is not None:
+            attention.core = ContextCore(self.shared_rows)
+
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """The tokens, or targets, that this rank of context parallelism holds of whole rows."""
+        return x_BT if self.context is None else self.context.row(x_BT.shape[1]).shard(x_BT)
+
+    def own_shape(self, shape: Shape | None) -> Shape | None:
+        """(B, n) of the own tokens of whole rows (B, T)."""
+        if shape is None or self.context is None:
+            return shape
+        return shape[0], shape[1] // self.context.ranks.size
+
+    def own_places(self, own: int, device: torch.device) -> Tensor:
+        """int64 [n]: the places of the own tokens, of which there are so many in a row."""
+        places = self.shared_places(own, device)
+        return torch.arange(own, device=device) if places is None else places
+
+    def shared_places(self, own: int, device: torch.device) -> Tensor | None:
+        """As `own_places`; None where every rank has all tokens."""
+        return None if self.context is None else self.context.row_of(own).index(device=device)
 
     def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
         """A linear layer that every rank holds whole.

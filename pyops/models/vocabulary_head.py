@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.context_parallel import token_mean
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.tensor_parallel import (
     ColumnConfig,
@@ -41,7 +42,7 @@ class VocabularyHead(ColumnParallelLinear):
         self.weight = embedding.weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor, shape: Shape | None = None, *, gather: bool = True) -> Tensor:
-        return self._logits(self._all_tokens(x, shape), whole=gather)
+        return self._logits(self._all_tokens(x, self.layout.own_shape(shape)), whole=gather)
 
     def loss(
         self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None = None, reduction: str = "mean"
@@ -50,8 +51,20 @@ class VocabularyHead(ColumnParallelLinear):
         count.
 
         Args:
-            reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
+            shape: (B, T) of whole rows.
+            reduction: "mean" over those that count, or "sum", which is of the own tokens where
+                ranks of context parallelism share rows out. Scalar, fp32 (fp64 of an fp64 model).
         """
+        shape = self.layout.own_shape(shape)
+        targets_BT, context = self.layout.own_tokens(targets_BT), self.layout.context
+        if context is None or reduction != "mean":
+            return self._loss(x, targets_BT, shape=shape, reduction=reduction)
+        total = self._loss(x, targets_BT, shape=shape, reduction="sum")
+        return token_mean(total, (targets_BT != IGNORED).sum(), group=context.ranks.group)
+
+    def _loss(
+        self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None, reduction: str
+    ) -> Tensor:
         # Where tokens are shared out, gathering them sums their gradient over the ranks; else the
         # loss does.
         return linear_cross_entropy(

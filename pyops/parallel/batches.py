@@ -111,7 +111,7 @@ def share_of(
                 count, divisor = loss.count(batch), loss.divisor(batch)
         except Exception as error:  # of the caller's own loss too: every rank must hear of it
             problem = error
-    place = [mesh.rank("dp"), mesh.rank("tp"), mesh.rank("pp")]
+    place = [mesh.rank(axis) for axis in ("dp", "tp", "pp", "cp")]
     own = [problem is None, given, rows, count, divisor, vote, *place]
     everyone = gather_numbers([float(value) for value in own], device=device)
     if bad := [rank for rank, (ok, *_) in enumerate(everyone) if not ok]:
@@ -141,21 +141,22 @@ def share_of(
 
 
 def sum_over_copies(total: float, mesh: Mesh, *, device: torch.device) -> float:
-    """The sum over the copies of the model, in their order. A collective of the axis "dp".
+    """The sum over the copies of the model, and over ranks that share out the tokens of rows, in
+    their order. A collective of the axes "dp" and "cp".
 
     Args:
-        total: Of this copy.
+        total: Of this copy, and of this rank's tokens.
         mesh: The ranks.
         device: Of the message.
 
     Raises:
         CommunicationError: A rank is lost; the error names it.
     """
-    group = mesh.group("dp")
+    group = mesh.group(("dp", "cp"))
     if group is None:
         return total
     own = torch.tensor(total, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(mesh.size("dp"))]
+    everyone = [torch.empty_like(own) for _ in range(mesh.size(("dp", "cp")))]
     with naming_lost_ranks("the sum of losses", group=group):
         dist.all_gather(everyone, own, group=group)
     return math.fsum(torch.stack(everyone).tolist())

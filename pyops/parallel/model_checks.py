@@ -45,7 +45,7 @@ def check_mesh(mesh: Any, plan: ParallelPlan) -> None:
 
     Raises:
         TypeError: It is no pyops.mesh.Mesh.
-        ValueError: It has another number of ranks along "tp" or "pp", or several along "cp".
+        ValueError: It has another number of ranks along "tp", "pp" or "cp".
     """
     if mesh is None:
         return
@@ -54,17 +54,12 @@ def check_mesh(mesh: Any, plan: ParallelPlan) -> None:
             f"mesh is a {type(mesh).__name__}; give pyops.mesh.Mesh(pyops.mesh.Axes(pp=..., "
             "dp=..., tp=...)), or leave it out"
         )
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "cp"):
         if mesh.size(axis) != getattr(plan, axis):
             raise ValueError(
                 f"the mesh has {mesh.size(axis)} ranks along {axis!r}, but the plan's {axis} is "
                 f"{getattr(plan, axis)}; make the mesh with the plan's sizes, or leave it out"
             )
-    if mesh.size("cp") > 1:
-        raise ValueError(
-            f"the mesh has {mesh.size('cp')} ranks along 'cp', but a plan does not share out the "
-            "tokens of a row; make the mesh with cp=1, or take pyops.context_parallel by itself"
-        )
 
 
 def described(model: nn.Module) -> str:
@@ -131,6 +126,12 @@ def check_model(
         )
     if layered is not None:
         return
+    if plan.cp > 1:
+        raise ValueError(
+            f"ParallelPlan: cp is {plan.cp}, but {name} does not share out the tokens of its rows; "
+            "set cp to 1, or give a LayeredModel of a model that does, such as "
+            "pyops.models.GPT(context=...)"
+        )
     if plan.sequence_parallel and plan.tp == 1:
         raise ValueError(
             "sequence_parallel is True, but tp is 1: there are no ranks to share the tokens; set "
@@ -152,6 +153,11 @@ def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
                 f"ParallelPlan: tp is {plan.tp}, but {name} was made for {module.plan.ranks.size} "
                 "ranks; make it with the group of the plan's mesh"
             )
+    if (found := getattr(layered.module, "num_context_ranks", 1)) != plan.cp:
+        raise ValueError(
+            f"ParallelPlan: cp is {plan.cp}, but {name} shares out the tokens of its rows over "
+            f"{found} ranks; make it with context=ContextRanks.of(mesh) of the plan's mesh"
+        )
     counts = {len(layered.names), len(layered.costs), len(layered.module.layers())}
     if len(counts) > 1:
         raise ValueError(

@@ -88,6 +88,10 @@ class ParallelPlan:
     """How many copies of the model there are, which see other rows (data parallelism). 0: as many
     as there are ranks for."""
 
+    cp: int = 1
+    """How many ranks share out the tokens of each row (context parallelism); of a `LayeredModel`
+    that was made for as many, such as `pyops.models.GPT(context=...)`."""
+
     sequence_parallel: bool = False
     """Whether each of the `tp` ranks keeps only its part of the tokens between the layers
     (Korthikanti et al., arXiv:2205.05198)."""
@@ -134,17 +138,18 @@ class ParallelPlan:
         """The mesh of `num_ranks` ranks.
 
         Raises:
-            ValueError: They are no multiple of tp x pp, or not the number that dp asks for.
+            ValueError: They are no multiple of tp x pp x cp, or not the number that dp asks for.
         """
-        each = self.tp * self.pp
+        each = self.tp * self.pp * self.cp
         if num_ranks % each or (self.dp and self.dp * each != num_ranks):
-            wanted = f"tp {self.tp} x pp {self.pp}" + (f" x dp {self.dp}" if self.dp else "")
+            wanted = f"tp {self.tp} x pp {self.pp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
+            wanted += f" x dp {self.dp}" if self.dp else ""
             raise ValueError(
                 f"the plan is for {wanted} = {each * max(1, self.dp)} ranks"
                 f"{'' if self.dp else ' or a multiple'}, but {num_ranks} run; start "
                 f"{each * max(1, self.dp)} with torchrun --nproc-per-node, or change tp, pp or dp"
             )
-        return Axes(pp=self.pp, dp=num_ranks // each, tp=self.tp)
+        return Axes(pp=self.pp, dp=num_ranks // each, cp=self.cp, tp=self.tp)
 
     @property
     def num_stages(self) -> int:
@@ -175,7 +180,13 @@ class ParallelPlan:
         Raises:
             ValueError, TypeError: Naming field, value and fix.
         """
-        for name, least in (("tp", 1), ("pp", 1), ("dp", 0), ("num_microbatches", 1)):
+        for name, least in (
+            ("tp", 1),
+            ("pp", 1),
+            ("cp", 1),
+            ("dp", 0),
+            ("num_microbatches", 1),
+        ):
             _check_count(f"ParallelPlan: {name}", getattr(self, name), least)
         if not isinstance(self.pipeline, PipelineOptions):
             raise TypeError(
@@ -198,6 +209,11 @@ class ParallelPlan:
             raise ValueError(
                 f"ParallelPlan: precision is {self.precision!r}; choose one of "
                 f"{', '.join(PRECISIONS)}"
+            )
+        if self.cp > 1 and self.compile:
+            raise ValueError(
+                f"ParallelPlan: compile is True, but cp is {self.cp}: the exchanges of attention "
+                "over ranks are not compiled; set compile to False, or cp to 1"
             )
         self._check_pipeline()
         self._check_zero()

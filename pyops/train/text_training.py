@@ -165,7 +165,7 @@ class TextTraining(TokenTraining):
     def sample(self) -> str:
         """The beginning of the first held-out sequence, continued by the model; "" on ranks that
         have other models. All ranks call it."""
-        with self.strategy.whole():
+        with self.strategy.whole(), self.model.whole_rows():
             if self.mesh.rank("dp"):
                 return ""  # the ranks that share a model with rank 0 help it
             tokens = sample(

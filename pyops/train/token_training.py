@@ -80,7 +80,7 @@ class TokenTraining(Training):
         num_ranks = math.prod(self.mesh.axes.degrees().values())
         text = f"{model} on {num_ranks} x {self.device.type}, {data}"
         if num_ranks > 1:
-            sizes = {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp")}
+            sizes = {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")}
             text += "\n" + " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
         return f"{text}; {stages}" if stages else text
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from pyops.comm.buckets.reduce_axes import check_reduce_axes
 from pyops.protocols import ParamGroup
 from pyops.zero.agreement import RankSetup, check_same_setup
 from pyops.zero.axis_groups import AxisGroups
@@ -104,6 +105,7 @@ def _validate(
 ) -> ZeroSetup:
     """The checks of one rank, which communicate nothing."""
     check_model(model)
+    check_reduce_axes(model, groups.sizes, who="ZeroOptimizer")
     refuse_options_of_config(arguments)
     if not isinstance(config, ZeroConfig):
         raise TypeError(

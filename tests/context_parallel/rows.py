@@ -36,6 +36,8 @@ class Case:
     slopes: bool = False
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float64
+    rounded: torch.dtype = torch.float64
+    """What numbers are rounded to before they are of `dtype`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What has gradients; each head, row and token is of its own size."""
@@ -46,7 +48,7 @@ class Case:
             for dim, n in enumerate(shape):
                 size = 1 + torch.arange(n, dtype=torch.float64) / 10 / (dim + 1)
                 x = x * size.view(-1, *(1,) * (len(shape) - dim - 1)) / (1 + n / 20)
-            return x.to(self.dtype)
+            return x.to(self.rounded).to(self.dtype)
 
         found = {
             "q": drawn(B, self.T, self.H, K),
@@ -63,9 +65,8 @@ class Case:
     def weights(self) -> Tensor:
         """The gradient of y."""
         generator = torch.Generator().manual_seed(8)
-        return torch.randn(B, self.T, self.H, K, generator=generator, dtype=torch.float64).to(
-            self.dtype
-        )
+        x = torch.randn(B, self.T, self.H, K, generator=generator, dtype=torch.float64)
+        return x.to(self.rounded).to(self.dtype)
 
     def row_of_documents(self) -> Tensor:
         """int32 [B, T]."""
@@ -111,12 +112,14 @@ def alone(case: Case) -> dict[str, Tensor]:
 
 
 def on_rank(
-    group: Any, case: Case, *, method: str, heads: int | None, order: str
+    group: Any, case: Case, *, method: str, heads: int | None, order: str | Order
 ) -> dict[str, Any]:
     """This rank's y and gradients, and the bytes that it received forward and backward."""
     ranks = ContextRanks.of(group, method=method, heads=heads)
     documents = case.row_of_documents() if case.documents else None
-    row = ContextRow(ranks, Order.of(order, length=case.T, ranks=ranks.size, documents=documents))
+    if isinstance(order, str):
+        order = Order.of(order, length=case.T, ranks=ranks.size, documents=documents)
+    row = ContextRow(ranks, order)
     whole = case.tensors()
     leaves = {
         name: (row.shard(x) if name in "qkv" else x).requires_grad_() for name, x in whole.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from pyops.comm.collectives.transport import run_virtual
 from pyops.context_parallel import ContextRanks, ContextRow, Order
 from tests.context_parallel.rows import B, Case, K, alone, on_rank, put_together
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -80,14 +82,20 @@ def test_ranks_find_what_one_process_finds(
     found = run_virtual(
         size, lambda transport: on_rank(transport, case, method=method, heads=heads, order=order)
     )
-    bitwise = () if method == "ring" else ("y", "dq")
+    bitwise = {"gather": ("y", "dq"), "ulysses": ("y", "dq"), "ring": ()}[method]
+    if method == "ulysses" and case.G % size == 0:
+        bitwise = ("y", "dq", "dk", "dv")
     compared(put_together(found), alone(case), bitwise=bitwise)
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
-@pytest.mark.parametrize(("size", "each"), [(2, 1), (2, 16), (3, 3), (4, 16)])
-def test_long_and_short_rows_of_float32(method: str, size: int, each: int) -> None:
-    case = Case(T=2 * size * each, G=2, p=0.2, dtype=torch.float32)
+@pytest.mark.parametrize(("size", "each"), [(2, 1), (2, 16), (3, 3), (4, 16), (8, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_and_short_rows_of_less_precision(
+    method: str, size: int, each: int, dtype: torch.dtype
+) -> None:
+    causal = size < 8
+    case = Case(T=2 * size * each, H=8, G=2, causal=causal, p=0.2, dtype=dtype, rounded=dtype)
     found = run_virtual(
         size, lambda transport: on_rank(transport, case, method=method, heads=None, order="zigzag")
     )
@@ -167,6 +175,43 @@ def test_parts_that_see_nothing_are_not_computed(monkeypatch: pytest.MonkeyPatch
     assert parts(Case(T=24, causal=False, window=(0, 1)), "contiguous") == 4 + 3
     assert parts(Case(T=24, causal=False, window=(0, 0)), "contiguous") == 4
     assert parts(Case(T=24, causal=False, documents=(6, 6, 6, 6)), "contiguous") == 4
+
+
+@pytest.mark.parametrize("seed", [*range(10), *(full(seed) for seed in range(10, 300))])
+def test_any_row_over_any_ranks(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.choice([1, 2, 3, 4, 6])
+    method = draw.choice(["gather", "ulysses", "ring"])
+    divisors = [u for u in range(1, size + 1) if size % u == 0]
+    heads = None if method == "ulysses" else draw.choice(divisors)
+    G = draw.choice([1, 2, 3])
+    H = G * draw.choice([n for n in (2, 3, 4, 6) if G * n >= size])
+    T = size * draw.randint(1, 6)
+    lengths, left = [], T
+    while left > 0 and draw.random() < 0.9:
+        lengths.append(draw.randint(1, left))
+        left -= lengths[-1]
+    case = Case(
+        T=T,
+        H=H,
+        G=G,
+        causal=draw.random() < 0.7,
+        window=draw.choice([None, None, (draw.randint(0, T), draw.choice([None, 0, 2]))]),
+        documents=tuple(lengths) if draw.random() < 0.6 else (),
+        p=draw.choice([0.0, 0.2]),
+        scores=draw.choice([None, (0,), (1, 2)]),
+        table=draw.random() < 0.3,
+        slopes=draw.random() < 0.3,
+        soft_cap=draw.choice([None, 2.0]),
+    )
+    places = torch.randperm(T, generator=torch.Generator().manual_seed(seed)).view(size, -1)
+    order = Order(places if draw.random() < 0.5 else places.sort(1).values)
+    found = put_together(
+        run_virtual(size, lambda t: on_rank(t, case, method=method, heads=heads, order=order))
+    )
+    for name, whole in alone(case).items():
+        far = float((found[name] - whole).norm())
+        assert far <= 1e-11 * max(float(whole.norm()), 1.0), (name, far, case, method, heads)
 
 
 def test_one_rank_alone_in_any_order() -> None:

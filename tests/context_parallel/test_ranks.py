@@ -169,8 +169,9 @@ def _dies(rank: int, group: Any, how: str) -> str:
     return str(caught.value)
 
 
-def test_a_killed_rank_of_the_ring_is_named() -> None:
-    for outcome in spawn_ranks(3, _dies, "killed", group_timeout=5.0):
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_killed_or_stalled_rank_of_the_ring_is_named(how: str) -> None:
+    for outcome in spawn_ranks(3, _dies, how, group_timeout=3.0, timeout=15.0):
         if outcome.rank != 1:
             assert outcome.error is None, outcome.error
             assert "attention over ranks failed because rank 1 died or stalled" in outcome.result

@@ -10,7 +10,7 @@ import torch
 
 from pyops.mesh import Axes, Mesh
 from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
-from pyops.parallel.model_checks import check_mesh
+from pyops.parallel.model_checks import check_mesh, check_model
 from pyops.zero import ZeroConfig
 from pyops.zero.layout.parameters import FlatParameters
 from tests.parallel.tiny_transformers import make_model
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.cpu_only
 
 REFUSED = {
     "tp": (ParallelPlan(tp=0), ("tp", "0")),
+    "cp": (ParallelPlan(cp=0), ("cp", "0")),
+    "compiled": (ParallelPlan(cp=2, compile=True), ("compile is True", "cp is 2")),
     "pp": (ParallelPlan(pp=True), ("pp", "True")),
     "dp": (ParallelPlan(dp=-1), ("dp", "-1")),
     "microbatches": (ParallelPlan(num_microbatches=0), ("num_microbatches", "0")),
@@ -201,9 +203,15 @@ def test_all_ranks_hear_of_one_that_has_no_memory_and_can_go_on(stage, part, wor
     assert len(set(losses)) == 1
 
 
-def test_a_mesh_that_shares_rows_out_is_refused() -> None:
+def test_a_mesh_and_a_model_that_share_rows_out_otherwise_are_refused() -> None:
     mesh = Mesh(Axes())
     check_mesh(mesh, ParallelPlan())
     mesh.axes = Axes(cp=2)  # as on two ranks
-    with pytest.raises(ValueError, match="2 ranks along 'cp', but a plan does not share out"):
+    check_mesh(mesh, ParallelPlan(cp=2))
+    with pytest.raises(ValueError, match="2 ranks along 'cp', but the plan's cp is 1"):
         check_mesh(mesh, ParallelPlan())
+    assert ParallelPlan(cp=2, tp=2).axes(8).degrees() == {"pp": 1, "dp": 2, "cp": 2, "tp": 2}
+    with pytest.raises(ValueError, match="tp 1 x pp 1 x cp 2 = 2 ranks or a multiple, but 3 run"):
+        ParallelPlan(cp=2).axes(3)
+    with pytest.raises(ValueError, match=r"cp is 2, but .* does not share out the tokens"):
+        check_model(make_model("llama"), ParallelPlan(cp=2))

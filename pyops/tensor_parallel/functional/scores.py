@@ -207,6 +207,10 @@ class Core(nn.Module):
     """`attend` as a module without parameters, so that it can be named: to be recomputed in
     backward, say."""
 
+    def lengths(self, queries: int, keys: int) -> tuple[int, int]:
+        """Queries and keys of a whole row, by which dropout counts, where q and k have so many."""
+        return queries, keys
+
     def forward(
         self,
         q: Tensor,

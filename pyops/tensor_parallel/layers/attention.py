@@ -245,7 +245,7 @@ class ParallelAttention(nn.Module):
             scale=self.scale,
             seen=Seen(causal, mask, documents, layout),
             bias=bias,
-            dropout=self._dropout(T, k.shape[1]),
+            dropout=self._dropout(*self.core.lengths(T, k.shape[1])),
         )
         if self.plan.sequence_parallel:
             y = y.flatten(0, 1)

@@ -47,7 +47,7 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
     wanted = config.parallel
     if not wanted.adapt:
         config.check_ranks(ranks)
-        grid = Grid(wanted.tp, wanted.pp, ranks // (wanted.tp * wanted.pp))
+        grid = Grid(wanted.tp, wanted.pp, ranks // (wanted.tp * wanted.pp * wanted.cp))
         return config, Choice(grid, 0, "")
     limits = limits_of(config)
     try:

@@ -29,6 +29,7 @@ from pyops.config import (
     OptimizerConfig,
     RecomputeConfig,
 )
+from pyops.context_parallel import ContextRanks
 from pyops.data_parallel import DataParallel
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
@@ -85,17 +86,19 @@ def make_mesh(config: Config, *, device_type: str) -> Mesh:
     """The axes of [parallel] over the ranks that run. A collective."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     parallel = config.parallel
-    axes = Axes(pp=parallel.pp, dp=parallel.copies(num_ranks), tp=parallel.tp)
+    axes = Axes(pp=parallel.pp, dp=parallel.copies(num_ranks), cp=parallel.cp, tp=parallel.tp)
     return Mesh(axes, device_type=device_type)
 
 
 def is_planned(config: Config) -> bool:
     """Whether the ranks share more than the batch, so that `pyops.parallel` composes the run."""
-    return bool(config.zero.stage) or config.parallel.tp > 1 or config.parallel.pp > 1
+    parallel = config.parallel
+    return bool(config.zero.stage) or max(parallel.tp, parallel.pp, parallel.cp) > 1
 
 
 def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
-    """The model with its first values; its layers are shared by the ranks of the axis "tp".
+    """The model with its first values; its layers are shared by the ranks of the axis "tp", and the
+    tokens of its rows by those of "cp".
 
     Where `is_planned`, it is on the meta device: `pyops.parallel.parallelize` gives it memory and
     values part by part, recomputes what [recompute] names, and compiles its blocks.
@@ -109,6 +112,8 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
             config.model,
             group=mesh,
             sequence_parallel=config.parallel.sequence_parallel,
+            context=ContextRanks.of(mesh, method=config.parallel.cp_method),
+            order=config.parallel.cp_order,
             seed=None if later else config.train.seed,
             device="meta" if later else device,
             dtype=PRECISIONS[config.precision.dtype].dtype,
