@@ -372,9 +372,8 @@ def main() -> int:
     )
     names = parser.parse_args().names or [*TRITON, *WITH_PRODUCTS, *CUDA]
     if unknown := sorted(set(names) - {*TRITON, *WITH_PRODUCTS, *CUDA}):
-        parser.error(
-            f"no kernels called {', '.join(unknown)}; there are {', '.join([*TRITON, *WITH_PRODUCTS, *CUDA])}"
-        )
+        known = ", ".join([*TRITON, *WITH_PRODUCTS, *CUDA])
+        parser.error(f"no kernels called {', '.join(unknown)}; there are {known}")
     for name in names:
         (of_cuda if name in CUDA else of_triton)(name)
     return 0

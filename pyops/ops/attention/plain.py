@@ -27,8 +27,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _kind_of_cpu() -> str:
     """Maker and instruction set."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"vendor_id\s*:\s*(\S+)", info.read_text() if info.exists() else "")
-    amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"vendor_id\s*:\s*(\S+)", text)
+    amx = " AMX" if " amx_tile" in text else ""
     return f"{found.group(1) if found else 'CPU'} {torch.backends.cpu.get_cpu_capability()}{amx}"
 
 
