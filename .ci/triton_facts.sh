@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# The bounds on registers and instructions of tests/ops/triton/test_facts.py under the Triton that the oldest supported torch
-# brings. `make test` has run them under the newest. Fetches that Triton once, into build/.
+# What the compiler makes of every Triton kernel, under the Triton that is installed and under the one that the oldest supported
+# torch brings: registers, spills and instructions within bounds, and as fast under both as far as that can be read from them
+# (benchmarks/triton_facts.py). Fetches the older Triton once, into build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 VERSION=${VERSION:-3.6.0}
 folder=build/triton-$VERSION
 [ -d "$folder/triton" ] || "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --target "$folder" "triton==$VERSION"
-PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" - <<END
+PYTHONPATH="$folder:." "$PYTHON" - <<END
 import triton
 assert triton.__version__ == "$VERSION", triton.__version__
 END
-PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -n0 -p no:cacheprovider tests/ops/triton/test_facts.py
+export TRITON_DEFAULT_FP_FUSION=1  # as it has been; the newest Triton warns that it will not be
+PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m benchmarks.triton_facts "$folder/facts.json" &
+older=$!
+PYTHONPATH=. TRITON_CACHE_DIR=build/triton-cache "$PYTHON" -m benchmarks.triton_facts build/triton-facts.json
+wait "$older"
+PYTHONPATH=. "$PYTHON" -m benchmarks.triton_facts "$folder/facts.json" build/triton-facts.json

@@ -187,7 +187,7 @@ def _machine(name: str, used: dict[str, int], code: list[tuple[int, str]]) -> Ma
     loads: dict[int, int] = {}
     stores: dict[int, int] = {}
     for _, text in code:
-        for kind, found in (("LDG", loads), ("STG", stores)):
+        for kind, found in (("LDG", loads), ("LDGSTS", loads), ("STG", stores)):
             if (width := _width(text, kind)) is not None:
                 found[width] = found.get(width, 0) + 1
     loads, stores = (dict(sorted(found.items(), reverse=True)) for found in (loads, stores))
@@ -207,10 +207,14 @@ def _width(text: str, kind: str) -> int | None:
 
 
 def _ahead(code: list[tuple[int, str]]) -> int:
-    """Most bytes of loads whose registers nobody has touched yet, branches not followed."""
+    """Most bytes of loads whose registers nobody has touched yet, and of copies to shared memory
+    that nobody has waited for; branches not followed."""
     waiting: dict[int, int] = {}  # first register -> bytes
-    most = 0
+    copies = most = 0
     for _, text in code:
+        if "DEPBAR.LE" in text:
+            copies = 0
+        copies += _width(text, "LDGSTS") or 0
         named = [int(r) for r in re.findall(r"\bR(\d+)", text)]
         for first in [
             f for f, size in waiting.items() if any(f <= r < f + max(size // 4, 1) for r in named)
@@ -219,7 +223,7 @@ def _ahead(code: list[tuple[int, str]]) -> int:
         width = _width(text, "LDG")
         if width is not None and named:
             waiting[named[0]] = width
-            most = max(most, sum(waiting.values()))
+        most = max(most, sum(waiting.values()) + copies)
     return most
 
 
@@ -231,6 +235,6 @@ def _loop(code: list[tuple[int, str]]) -> int:
         target = re.search(r"\bBRA\S*\s+(?:\S+,\s*)?`?\(?\.?(?:L_x_\d+|0x([0-9a-f]+))", text)
         if target and target.group(1) and int(target.group(1), 16) < address:
             span = [t for at, t in code if int(target.group(1), 16) <= at <= address]
-            if any(_width(t, "LDG") is not None for t in span):
+            if any(_width(t, kind) is not None for t in span for kind in ("LDG", "LDGSTS")):
                 longest = max(longest, len(span))
     return longest or sum(not text.startswith(("NOP", "BRA")) for _, text in code)

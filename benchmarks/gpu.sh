@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # `make gpu`: on a machine that has CUDA torch, nvcc, cmake and pytest, builds for its GPU, runs the test suite there, looks for
 # bad memory accesses and races, runs the benches, and profiles a training step. Installs and downloads nothing. Under ten minutes a
-# call: what does not fit in one is left out, so give the parts to several calls. The first decides most, in six minutes:
+# call: what does not fit in one is left out, so give the parts to several calls, in this order. The first decides most, in six
+# minutes; each fits with its limits below added up, but for the build, which the first alone has:
 #
-#   PARTS=kernels      PARTS=bench      PARTS="others sanitize"      PARTS="train profile"
+#   PARTS=kernels
+#   PARTS=bench BENCHES="kernels layerwise norm activation cross_entropy"
+#   PARTS="sanitize bench" BENCHES="codec optim"
+#   PARTS=train
+#   PARTS=others
+#   PARTS=profile
 #
 # What was built is kept in OUT/built. A later call on a fresh machine builds nothing if these files are put back into pyops/ and the
 # sources, torch and the GPU's architecture are still the same.
@@ -115,12 +121,13 @@ PY
 }
 
 # Without torch's cache each tensor is an allocation of its own, whose ends the tool knows. Then no graph can be captured, and freeing
-# waits for the device: tests of both are left out. torch asks the driver what it may refuse to answer: that is no error of ours.
+# waits for the device: tests of both are left out. Each op of the library is called once, in C++ or Triton. torch asks the driver what it may refuse to answer: that is no error of ours.
 sanitize() {
   local options=(--tool "$1" --error-exitcode 9)
   [ "$1" = memcheck ] && options+=(--report-api-errors no)
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" "$PYTHON" -m pytest -p tests.optional_packages \
-    tests/cuda/device/test_small.py tests/cuda/device/test_small_layers.py -k "not graph and not waits and not stream and not one_launch"
+    tests/cuda/device/test_small.py tests/cuda/device/test_small_layers.py tests/ops/test_library.py \
+    -k "not graph and not waits and not stream and not one_launch and not opcheck"
 }
 
 bench() {  # a rehearsal keeps its rows in OUT alone
@@ -181,7 +188,7 @@ fi
 if wants sanitize; then
   if command -v compute-sanitizer >/dev/null && [ "$DEVICE" != cpu ]; then
     for tool in memcheck racecheck; do
-      part 110 "compute-sanitizer $tool" bash -c "sanitize $tool"
+      part 170 "compute-sanitizer $tool" bash -c "sanitize $tool"
       tests=$((tests + $?))
       last 'ERROR SUMMARY|RACECHECK SUMMARY|passed|failed'
     done
@@ -198,7 +205,7 @@ timed() {  # seconds, bench: its rows go to the summary
 # processes on CPUs whatever the device is.
 if wants bench; then
   declare -A limits=([kernels]=60 [optim]=100 [layerwise]=40 [codec]=70 [norm]=110 [activation]=120 [cross_entropy]=100)
-  benches="kernels layerwise activation norm cross_entropy codec optim"  # what no GPU has timed yet comes first
+  benches="kernels layerwise norm activation cross_entropy codec optim"  # what no GPU has timed yet comes first
   { [ "$DEVICE" = cpu ] || ((gpus > 1)); } && benches+=" collectives data_parallel tensor_parallel zero"
   for name in ${BENCHES:-$benches}; do
     timed "${limits[$name]:-90}" "$name"
@@ -230,6 +237,9 @@ if wants profile; then
     profiled 90 "ncu" counters 0
     last 'Context|gpu__time|dram__(bytes|throughput)' 120
   fi
+fi
+if [ -s "$PYOPS_BENCH_ROWS" ] && [ -z "${PYOPS_COMMIT:-}" ] && ! git rev-parse HEAD >/dev/null 2>&1; then
+  say "the rows name no commit, for the sources are outside of git: give PYOPS_COMMIT"
 fi
 [ -s "$PYOPS_BENCH_ROWS" ] && "$PYTHON" -m benchmarks.verdicts "$PYOPS_BENCH_ROWS" 2>&1 | tee -a "$LOG" >>"$SUMMARY"
 rm -f "$OUT/part.txt"

@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.ahead import Compiled, Machine, compile_launches, machine_code
 
-__all__ = ["CUDA", "TRITON", "main"]
+__all__ = ["CUDA", "TRITON", "Case", "Fact", "elements", "empty", "main", "triton_facts"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 8192
@@ -161,12 +161,41 @@ def rotaries() -> Iterator[Case]:
             yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
 
 
+def attentions() -> Iterator[Case]:
+    """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
+    from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
+    from pyops.ops.attention.operands import operands_of, options_of
+    from pyops.ops.triton import attention as kernels
+
+    tokens, causal = 1024, AttentionMask(causal=True)
+    drops = AttentionDropout(0.1, empty(2, dtype=torch.int64))
+    learned = AttentionBias(scores=empty(1, 8, tokens, tokens))
+    none = AttentionBias()
+    for name, dtype, width, bias, dropout in (
+        ("causal", BF16, 64, none, None),
+        ("causal", BF16, 128, none, None),
+        ("causal", F32, 64, none, None),
+        ("dropout", BF16, 64, none, drops),
+        ("bias", BF16, 64, learned, None),
+    ):
+        q = empty(1, tokens, 8, width, dtype=dtype)
+        operands = operands_of(q, q, causal, bias, dropout)
+        options = options_of(q, q, causal, dropout, scale=0.125, soft_cap=None)._asdict()
+        label, lse = f"{name} {width} {_short(dtype)}", empty(1, 8, tokens, dtype=F32)
+        wanted = {"bias_grad": True, "table_grad": True, **options}
+        forward = partial(kernels.attention_forward, q, q, q, *operands, **options)
+        back = partial(kernels.attention_backward, q, None, q, lse, q, q, q, *operands, **wanted)
+        yield Case(f"{label} forward", forward, 4 * dtype.itemsize, 4 * tokens)
+        yield Case(f"{label} back", back, 8 * dtype.itemsize, 14 * tokens)
+
+
 TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norms,
     "activation": activations,
     "cross_entropy": cross_entropies,
     "dropout": dropouts,
     "rotary": rotaries,
+    "attention": attentions,
 }
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 COLUMNS = {
@@ -195,7 +224,11 @@ def elements(launch: Compiled) -> int:
         "_combine": lambda: 4 * a["BLOCKS"],
         "_statistics": lambda: a["LANES"] * a["GROUP"],
         "_rotary": lambda: a["HEADS"] * 2 * a["PAIRS"],
-    }.get(launch.kernel, lambda: a.get("ROWS", 1) * a.get("COLUMNS", a.get("BLOCK", 1)))()
+        "_sum_products": lambda: a["ROWS"] * a["WIDTH"],
+    }.get(
+        launch.kernel,
+        lambda: a.get("ROWS", a.get("M", 1)) * a.get("COLUMNS", a.get("BLOCK", a.get("N", 1))),
+    )()
 
 
 def line(name: str, machine: Machine, warps: int, dynamic: int = 0) -> str:
@@ -223,25 +256,45 @@ def line(name: str, machine: Machine, warps: int, dynamic: int = 0) -> str:
     )
 
 
-def of_triton(stem: str) -> None:
-    """A line for every launch of every case; `issue` is the instructions of a program over its
+class Fact(NamedTuple):
+    """A launch of a case. `issue`: instructions of a program, or of a turn of its loop, over its
     elements."""
-    print(f"\n{stem} (Triton)\n{HEAD} {'issue':>6} {'B':>4} {'FLOP':>4}")
-    seen: dict[str, str] = {}
+
+    name: str
+    case: Case
+    machine: Machine
+    warps: int
+    shared: int
+    issue: float
+
+
+def triton_facts(stem: str, only: Collection[str] | None = None) -> Iterator[Fact]:
+    """Of every launch of every case, or of those with these names; the sum that many cases end with
+    once."""
+    seen = set()
     for case in TRITON[stem]():
+        if only is not None and case.name not in only:
+            continue
         for launch in compile_launches(case.call):
-            (machine,) = machine_code(launch.cubin)
-            facts = line(
-                f"{case.name}: {launch.kernel.lstrip('_')}", machine, launch.warps, launch.shared
-            )
-            facts += f" {machine.loop * 32 * launch.warps / elements(launch):>6.1f}"
+            name = f"{case.name}: {launch.kernel.lstrip('_')}"
             if launch.kernel == "_column_sum":
-                facts = facts.replace(case.name, "any", 1)
-                if seen.setdefault(facts.split(":")[0], facts) is not facts:
-                    continue
-                print(facts)
-            else:
-                print(f"{facts} {case.bytes:>4.3g} {case.flops:>4}")
+                name = f"any {_short(launch.arguments['out'].dtype)}: column_sum"
+            if name in seen:
+                continue
+            seen.add(name)
+            (machine,) = machine_code(launch.cubin)
+            issue = machine.loop * 32 * launch.warps / elements(launch)
+            yield Fact(name, case, machine, launch.warps, launch.shared, issue)
+
+
+def of_triton(stem: str) -> None:
+    """A line for every launch."""
+    print(f"\n{stem} (Triton)\n{HEAD} {'issue':>6} {'B':>4} {'FLOP':>4}")
+    for fact in triton_facts(stem):
+        text = line(fact.name, fact.machine, fact.warps, fact.shared) + f" {fact.issue:>6.1f}"
+        if not fact.name.startswith("any "):
+            text += f" {fact.case.bytes:>4.3g} {fact.case.flops:>4}"
+        print(text)
 
 
 def cubin_of(stem: str, nvcc: str, folder: Path) -> bytes:

@@ -24,12 +24,8 @@ CHOSEN = (
     ("layerwise", "LAMB fp32"),
     ("codec", "onebit encode with error feedback"),
     ("codec", "int8 encode with error feedback"),
-    ("codec", "onebit server's step"),
-    ("norm", "residual + RMS norm bfloat16"),
     ("norm", "residual + layer norm bfloat16"),
-    ("activation", "SwiGLU bfloat16"),
     ("activation", "bias + GELU bfloat16"),
-    ("activation", "rotary bfloat16"),
     ("cross_entropy", "cross entropy bfloat16"),
 )
 

@@ -43,6 +43,7 @@ _ROOMS = frozenset(
         "recompute",
         "zero",
         "tensor_parallel",
+        "context_parallel",
         "pipeline",
         "checkpoint",
         "models",

@@ -20,6 +20,7 @@ from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.broadcast import broadcast
 from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.symmetric import DTYPES, SymmetricBuffer, symmetric_empty
 from pyops.comm.compression.codec import Codec
 from pyops.flat import FlatBuffer, InPlace, check_free, claim, release
 from pyops.mesh import Mesh, ProcessGroupLike, axis_group, resolve
@@ -96,6 +97,38 @@ def _check_same_modules(module: nn.Module, *, group: ProcessGroupLike) -> None:
         )
 
 
+def _symmetric_gradients(
+    parts: list[list[tuple[str, nn.Parameter]]], *, group: ProcessGroupLike
+) -> list[SymmetricBuffer | None]:
+    """Memory for the flat gradient of each of these buffers, which all ranks see; None for a dtype
+    that is not summed there. Collective.
+
+    Raises:
+        OutOfMemoryError: On every rank alike, where any rank has no room.
+    """
+    found: list[SymmetricBuffer | None] = []
+    try:
+        for members in parts:
+            like, numel = members[0][1], FlatBuffer.layout_of(members).numel
+            found.append(
+                symmetric_empty(numel, dtype=like.dtype, device=like.device, group=group)
+                if like.dtype in DTYPES and numel
+                else None
+            )
+    except torch.OutOfMemoryError as error:
+        _free(found)
+        raise torch.OutOfMemoryError(
+            f"DataParallel: {error}; with algorithm='auto' gradients lie in ordinary memory"
+        ) from None
+    return found
+
+
+def _free(buffers: list[SymmetricBuffer | None]) -> None:
+    for buffer in buffers:
+        if buffer is not None and not buffer.freed:
+            buffer.free(wait=True)
+
+
 class DataParallel(nn.Module):
     """Wraps `module` so that after backward() every rank holds the mean (or sum) of all ranks'
     gradients.
@@ -105,9 +138,11 @@ class DataParallel(nn.Module):
             broadcast once. A parameter that is not contiguous becomes contiguous.
         group: the ranks that hold replicas; None for the default group (one process where
             torch.distributed is not initialized), pyops.mesh.ALONE for this process alone.
-        mesh: a pyops.mesh.Mesh or torch DeviceMesh, in place of `group`: its ranks along "dp".
+        mesh: a pyops.mesh.Mesh or torch DeviceMesh, in place of `group`: its ranks along
+            "dp" and "cp", which hold the same parameters and see other tokens.
         bucket_bytes: how many bytes of gradients are reduced at a time.
-        algorithm: as for `pyops.comm.all_reduce`; of no meaning with a codec.
+        algorithm: as for `pyops.comm.all_reduce`; of no meaning with a codec. "symmetric": the
+            gradients lie in symmetric memory, and buckets are reduced where they lie.
         reduction: "mean", or "sum" for a loss that is already divided by the global number of
             samples.
         group_by: (name, parameter) -> key; parameters with different keys lie in different buffers,
@@ -149,7 +184,7 @@ class DataParallel(nn.Module):
         **unknown: object,
     ) -> None:
         refuse_renamed("DataParallel", unknown, {"op": "reduction"})
-        group = axis_group("DataParallel", "dp", group=group, mesh=mesh)
+        group = axis_group("DataParallel", ("dp", "cp"), group=group, mesh=mesh)
         ranks = resolve(group, "DataParallel")
         super().__init__()
         with ranks_agree(group):
@@ -183,10 +218,17 @@ class DataParallel(nn.Module):
             )
         self.module, self._group = module, group
         self.keys = [key for key, _, _ in sorted_into]
-        self.flat = [FlatBuffer(members) for members in sorted_into.values()]
+        alone = ranks is None or ranks.size() == 1
+        parts = list(sorted_into.values())
+        self._shared: list[SymmetricBuffer | None] = [None] * len(parts)
+        if algorithm == "symmetric" and codec is None and not alone:
+            self._shared = _symmetric_gradients(parts, group=group)
+        self.flat = [
+            FlatBuffer(members, grad=None if shared is None else shared.tensor)
+            for members, shared in zip(parts, self._shared, strict=True)
+        ]
         fixed = [p for p in module.parameters() if not p.requires_grad]
         broadcast([*(buffer.data for buffer in self.flat), *fixed, *module.buffers()], group=group)
-        alone = ranks is None or ranks.size() == 1
         self.reducer = Reducer(
             self.flat,
             None if alone else Communicator.of(group),
@@ -251,7 +293,7 @@ class DataParallel(nn.Module):
         go to another wrapper.
 
         No forward with gradients is possible through it afterwards; call its `module`. A second
-        time it does nothing.
+        time it does nothing. With algorithm="symmetric" a collective.
         """
         self.reducer.remove()
         release((p for buffer in self.flat for p in buffer.parameters), self.reducer)
@@ -259,6 +301,8 @@ class DataParallel(nn.Module):
             for parameter in buffer.parameters:
                 parameter.grad = None
                 parameter.data = parameter.data.clone()
+            buffer.parameter.grad = None
+        _free(self._shared)
         self.flat, self.reducer.buffers, self._in_place, self.reducer.look = [], [], None, None
 
     def communication_state(self) -> dict[str, Any]:

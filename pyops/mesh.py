@@ -7,17 +7,21 @@
 Axes from the outside in: pp (pipeline), dp (data), cp (context), tp (tensor). The innermost axis
 talks most, so its ranks are neighbours, on one host where possible (Narayanan et al., 2021, section
 3.2).
+
+Several axes are one group as well: group(("dp", "cp")) has the ranks that hold the same parameters
+and see other tokens, over which gradients are summed. Its ranks are numbered with the last axis
+running fastest, so that sums in rank order are the same on every run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -130,8 +134,7 @@ def check_initialized(who: str, group: ProcessGroupLike = None) -> None:
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks each axis has; 1 for an axis that is not used. cp has its place in the order,
-    but takes only 1 as yet.
+    """How many ranks each axis has; 1 for an axis that is not used.
 
     Attributes:
         pp: Pipeline parallelism: ranks that hold other layers.
@@ -149,12 +152,6 @@ class Axes:
         for name, degree in self.degrees().items():
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise ValueError(f"{name} is {degree!r}; an axis has 1 rank or more")
-        if self.cp > 1:
-            raise ValueError(
-                f"cp is {self.cp}, but context parallelism is not there yet: no layer "
-                "shares out a sequence over that axis; "
-                "leave it 1, and use tp with sequence_parallel=True for long sequences"
-            )
 
     def degrees(self) -> dict[str, int]:
         """Axis name -> degree, outermost first."""
@@ -164,6 +161,21 @@ class Axes:
     def size(self) -> int:
         """Number of ranks that the axes take together."""
         return prod(self.degrees().values())
+
+    def lines(self, names: Sequence[str]) -> list[list[int]]:
+        """The ranks of each group over some axes: those that differ along these alone.
+
+        Args:
+            names: Of axes; the last one in the order of the mesh runs fastest within a group.
+        """
+        degrees = self.degrees()
+        known = list(degrees)
+        chosen = sorted(known.index(name) for name in names)
+        others = [i for i in range(len(known)) if i not in chosen]
+        grid = torch.arange(self.size, device="cpu").view(*degrees.values())
+        length = prod(degrees[known[i]] for i in chosen)
+        found: list[list[int]] = grid.permute(*others, *chosen).reshape(-1, length).tolist()
+        return found
 
 
 class Mesh:
@@ -191,6 +203,7 @@ class Mesh:
             )
         self.axes = axes
         self.device_mesh: DeviceMesh | None = None
+        self._several: dict[tuple[str, ...], dist.ProcessGroup] = {}
         if dist.is_initialized():
             degrees = axes.degrees()
             with naming_lost_ranks("the making of the groups of a Mesh"):
@@ -198,35 +211,86 @@ class Mesh:
                     device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
                 )
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of ranks that differ from this one in `axis` alone; None where one rank runs
-        alone."""
-        self._check(axis)
-        return self.device_mesh.get_group(axis) if self.device_mesh is not None else None
+    def group(self, axis: str | Sequence[str]) -> dist.ProcessGroup | None:
+        """The group of ranks that differ from this one in `axis` alone, or in several axes; None
+        where one rank runs alone.
 
-    def rank(self, axis: str) -> int:
-        """This rank's coordinate along `axis`."""
-        self._check(axis)
-        return self.device_mesh.get_local_rank(axis) if self.device_mesh is not None else 0
+        Args:
+            axis: A name, or several. The first call for several axes of more than one rank each is
+                a collective of all ranks: every rank must make it.
 
-    def size(self, axis: str) -> int:
-        """The degree of `axis`."""
-        self._check(axis)
-        return self.axes.degrees()[axis]
+        Raises:
+            ValueError: There is no such axis, or ranks ask for other axes at the same time.
+        """
+        names = self._named(axis)
+        if self.device_mesh is None:
+            return None
+        wide = tuple(name for name in names if self.size(name) > 1)
+        if len(wide) < 2:  # the group of the one axis, so that no second one has the same ranks
+            return self.device_mesh.get_group(wide[0] if wide else names[0])
+        if self.size(wide) == self.axes.size:
+            whole: dist.ProcessGroup | None = dist.group.WORLD
+            return whole
+        if wide not in self._several:
+            self._several[wide] = self._made(wide)
+        return self._several[wide]
 
-    def _check(self, axis: str) -> None:
-        if axis not in self.axes.degrees():
-            raise ValueError(f"no axis {axis!r}; there are {', '.join(self.axes.degrees())}")
+    def rank(self, axis: str | Sequence[str]) -> int:
+        """This rank's coordinate along `axis`, or its number in the group of several axes."""
+        found = 0
+        for name in self._named(axis):
+            here = self.device_mesh.get_local_rank(name) if self.device_mesh is not None else 0
+            found = found * self.size(name) + here
+        return found
+
+    def size(self, axis: str | Sequence[str]) -> int:
+        """The degree of `axis`, or the product of several."""
+        return prod(self.axes.degrees()[name] for name in self._named(axis))
+
+    def _made(self, names: tuple[str, ...]) -> dist.ProcessGroup:
+        """The group over several axes, made on all ranks in the same order."""
+        with naming_lost_ranks(f"the making of the group of {' and '.join(names)} of a Mesh"):
+            asked: list[Any] = [None] * self.axes.size
+            dist.all_gather_object(asked, names)
+            other = next((rank for rank, each in enumerate(asked) if each != asked[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"Mesh.group: rank 0 asks for the axes {asked[0]}, rank {other} for "
+                    f"{asked[other]}; the first call for several axes is made by all ranks "
+                    "together, with the same axes"
+                )
+            found: dist.ProcessGroup | None = None
+            for line in self.axes.lines(names):
+                made = dist.new_group(line)
+                if dist.get_rank() in line:
+                    found = made
+        assert found is not None
+        return found
+
+    def _named(self, axis: str | Sequence[str]) -> tuple[str, ...]:
+        """The axes in the order of the mesh."""
+        names, known = (axis,) if isinstance(axis, str) else tuple(axis), self.axes.degrees()
+        for name in names:
+            if name not in known:
+                raise ValueError(f"no axis {name!r}; there are {', '.join(known)}")
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"axes {names}: give one or more of {', '.join(known)}, each once")
+        return tuple(name for name in known if name in names)
 
 
 def axis_group(
-    what: str, axis: str, *, group: ProcessGroupLike, mesh: Mesh | DeviceMesh | None
+    what: str,
+    axis: str | Sequence[str],
+    *,
+    group: ProcessGroupLike,
+    mesh: Mesh | DeviceMesh | None,
 ) -> ProcessGroupLike:
     """The group that the two arguments `group` and `mesh` of a class name together.
 
     Args:
         what: The class that was given them, for the error.
-        axis: The axis of the mesh along which its ranks lie, such as "dp".
+        axis: The axis of the mesh along which its ranks lie, such as "dp", or several. Of a torch
+            DeviceMesh the first must be there, and the others of one rank.
         group: What a parameter `group` takes.
         mesh: A mesh that has the axis, or None.
 
@@ -240,10 +304,11 @@ def axis_group(
     """
     if mesh is None:
         return group
+    first, *others = (axis,) if isinstance(axis, str) else tuple(axis)
     if not isinstance(mesh, Mesh | DeviceMesh):
         raise TypeError(
             f"{what}: mesh is {mesh!r}; pass a pyops.mesh.Mesh, or a torch DeviceMesh with a "
-            f"dimension {axis!r}"
+            f"dimension {first!r}"
         )
     if group is not None:
         raise ValueError(
@@ -251,9 +316,16 @@ def axis_group(
         )
     if isinstance(mesh, Mesh):
         return mesh.group(axis) or ALONE
-    if axis not in (mesh.mesh_dim_names or ()):
+    names = mesh.mesh_dim_names or ()
+    if first not in names:
         raise ValueError(
-            f"{what}: the dimensions of mesh are {mesh.mesh_dim_names}; name one {axis!r}, or give "
-            "group"
+            f"{what}: the dimensions of mesh are {mesh.mesh_dim_names}; name one {first!r}, or "
+            "give group"
         )
-    return mesh.get_group(axis)
+    for name in others:
+        if name in names and mesh[name].size() > 1:
+            raise ValueError(
+                f"{what}: mesh has {mesh[name].size()} ranks along {name!r}, which sum gradients "
+                f"with those of {first!r}; give a pyops.mesh.Mesh, or group="
+            )
+    return mesh.get_group(first)

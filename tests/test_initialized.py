@@ -18,6 +18,7 @@ import pyops
 from pyops import checkpoint, comm, data, elastic, hub, onebit, tensor_parallel
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
+from pyops.context_parallel import token_mean
 from pyops.data import DataConfig
 from pyops.data_parallel import DataParallel
 from pyops.mesh import Axes, Mesh, alone, check_initialized, resolve
@@ -124,6 +125,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         for kind, config in MODELS
     },
     **{f"onebit.{kind.__name__}": partial(one_bit, kind, options) for kind, options in ONE_BIT},
+    "context_parallel.token_mean": lambda: token_mean(torch.zeros(()), 1),
     "pipeline.Pipeline": lambda: Pipeline(
         [linear()], schedule=schedule("1f1b", num_stages=1, num_microbatches=1)
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -60,10 +61,71 @@ def test_one_rank_needs_no_torch_distributed():
         mesh.size("data")
 
 
-def test_context_parallelism_is_refused_until_it_is_there():
-    assert Axes(cp=1).size == 1
-    with pytest.raises(ValueError, match="cp is 2, but context parallelism is not there yet"):
-        Axes(cp=2)
+def _several(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = []
+    for axes, names in (
+        (Axes(dp=2, cp=2), ("cp", "dp")),  # all ranks
+        (Axes(dp=2, tp=2), ("dp", "cp")),  # one axis of several ranks
+        (Axes(pp=2, tp=2), ("dp", "cp")),  # this rank alone
+        (Axes(pp=2, cp=2), ("dp", "tp", "cp")),
+    ):
+        mesh = Mesh(axes)
+        line = mesh.group(names)
+        members = dist.get_process_group_ranks(line)
+        assert members.index(rank) == mesh.rank(names) == dist.get_rank(line)
+        assert mesh.size(names) == len(members)
+        found.append(members)
+    mesh = Mesh(Axes(dp=2, tp=2))
+    same = mesh.group(("dp", "cp")) is mesh.group("dp")
+    return [*found, same, mesh.group(("dp", "tp")) is dist.group.WORLD]
+
+
+def test_groups_over_several_axes(world):
+    found = world(4).run(_several)
+    assert [each[0] for each in found] == [[0, 1, 2, 3]] * 4
+    assert [each[1] for each in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [each[2] for each in found] == [[rank] for rank in range(4)]
+    assert [each[3] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [each[4:] for each in found] == [[True, True]] * 4
+
+
+def test_axes_that_are_not_neighbors_are_numbered_with_the_last_running_fastest():
+    axes = Axes(pp=2, dp=2, tp=2)
+    assert axes.lines(("tp", "pp")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert axes.lines(("pp", "dp")) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert axes.lines(("dp",)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert axes.lines(("cp",)) == [[rank] for rank in range(8)]
+
+
+def _asked(rank: int, group: dist.ProcessGroup) -> str:
+    mesh = Mesh(Axes(dp=2, tp=2))
+    with pytest.raises(ValueError) as caught:
+        mesh._made(("pp", "tp") if rank else ("pp", "dp"))
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_other_axes_all_raise(world):
+    for text in world(4).run(_asked):
+        assert "rank 0 asks for the axes ('pp', 'dp'), rank 1 for ('pp', 'tp')" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), "give one or more of pp, dp, cp, tp, each once"),
+        (("dp", "dp"), r"axes \('dp', 'dp'\)"),
+        (("dp", "ep"), "no axis 'ep'"),
+    ],
+)
+def test_axes_that_can_not_be_are_refused(names, words):
+    mesh = Mesh(Axes())
+    assert (mesh.group(("dp", "cp")), mesh.rank(("dp", "cp")), mesh.size(("dp", "cp"))) == (
+        None,
+        0,
+        1,
+    )
+    with pytest.raises(ValueError, match=words):
+        mesh.group(names)
 
 
 @pytest.mark.parametrize("degree", [0, -1, True, 2.0])

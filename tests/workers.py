@@ -63,6 +63,7 @@ ROOMS = (
     "parallel",
     "pipeline",
     "tensor_parallel",
+    "context_parallel",
     "train",
     "zero",
 )

@@ -2,6 +2,7 @@
 // of which takes the next piece of work when it is done with one.
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <tuple>
 
 #include "../host/box.h"
@@ -80,8 +81,19 @@ struct Gradients {
     Tensor dq, dk, dv, dbias, dtable;
 };
 
+int64_t bytes_of(int dtype) { return dtype == FP64 ? 8 : dtype == FP32 ? 4 : 2; }
+
+Tensor zeroed(Tensor out) {
+    const int64_t size = bytes_of(dtype_code(out));
+    char* const data = static_cast<char*>(out.data_ptr());
+    for_each_part(out.numel(), [=](int64_t begin, int64_t end) {
+        std::memset(data + size * begin, 0, static_cast<size_t>(size * (end - begin)));
+    });
+    return out;
+}
+
 Tensor zeros(const Tensor& like, const std::vector<int64_t>& shape, int dtype) {
-    return in_huge_pages(torch::stable::new_zeros(like, shape, wide_type(dtype)));
+    return zeroed(in_huge_pages(torch::stable::new_empty(like, shape, wide_type(dtype))));
 }
 
 std::vector<int64_t> shape_of(const Tensor& tensor) {
@@ -151,6 +163,20 @@ void run_pieces(const AttentionSpan& span, const AttentionGradient& grad) {
                   });
 }
 
+// What the gradient of the bias is summed or stored in.
+Tensor bias_gradient(const AttentionProblem& problem, const Tensor& bias, AttentionGradient& grad) {
+    const AttentionSpan& span = problem.span;
+    const std::vector<int64_t> shape = shape_of(bias);
+    grad.dbias_shared = shape[0] < span.B || shape[1] < span.H || shape[2] < span.T;
+    Tensor dbias = grad.dbias_shared ? zeros(bias, shape, span.dtype)
+                                     : in_huge_pages(torch::stable::new_empty(bias, shape));
+    if (!grad.dbias_shared && !problem.visits_everywhere()) dbias = zeroed(dbias);
+    grad.dbias = dbias.data_ptr();
+    grad.dbias_dtype = dtype_code(dbias);
+    for (int64_t d = 0; d < 3; ++d) grad.dbias_sizes[d] = shape[static_cast<size_t>(d)];
+    return dbias;
+}
+
 Gradients run_backward(const Tensor& dy, const OptionalTensor& dlse, const Tensor& y,
                        const Tensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
                        const AttentionOperands& operands, const AttentionNumbers& numbers,
@@ -164,12 +190,9 @@ Gradients run_backward(const Tensor& dy, const OptionalTensor& dlse, const Tenso
            dtable = torch::stable::new_empty(dy, none, wide_type(dtype)),
            dk = in_huge_pages(torch::stable::new_empty(k, shape_of(k))),
            dv = in_huge_pages(torch::stable::new_empty(v, shape_of(v)));
+    problem.find_visits(true);
     AttentionGradient grad{};
-    if (bias_grad && operands.bias) {
-        dbias = zeros(*operands.bias, shape_of(*operands.bias), dtype);
-        grad.dbias = dbias.data_ptr();
-        for (int64_t d = 0; d < 3; ++d) grad.dbias_sizes[d] = dbias.size(d);
-    }
+    if (bias_grad && operands.bias) dbias = bias_gradient(problem, *operands.bias, grad);
     const int64_t tiles = (span.S + TILE - 1) / TILE;
     std::vector<double> table_parts;
     if (table_grad && operands.table) {
@@ -197,7 +220,6 @@ Gradients run_backward(const Tensor& dy, const OptionalTensor& dlse, const Tenso
             for (int64_t row = begin; row < end; ++row)
                 kernel.attention_delta(span, grad, more, delta.data_ptr(), row);
         });
-    problem.find_visits(true);
     std::vector<int32_t> turns(static_cast<size_t>(span.B * span.H * ((span.T + TILE - 1) / TILE)),
                                0);
     grad.turns = turns.data();

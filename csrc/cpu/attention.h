@@ -79,8 +79,12 @@ struct AttentionGradient {
     const void *y, *delta;  // delta W [B, H, T]: sum of dy y, less the gradient of lse
     void *dq, *dk, *dv;     // dq W [B, T, H, K], zero at first; dk, dv of the dtype [B, S, G, K]
     int32_t* turns;         // [B, H, query tiles]: visits done, zero at first
-    void* dbias;            // W, contiguous, of the bias's shape, zero at first; or null
+    // Contiguous, of the bias's shape, or null. Where rows, heads or queries share a number of it: W,
+    // zero at first; else of `dbias_dtype`, and a number is stored once, zero where none is.
+    void* dbias;
     int64_t dbias_sizes[3];
+    int dbias_dtype;
+    bool dbias_shared;
     double* dtable;  // [B, key tiles, H, buckets], zero at first; or null
     const int32_t* buckets;
     int64_t num_buckets;

@@ -123,6 +123,27 @@ void differentiate(const AttentionSpan& span, const AttentionGradient& grad,
     memset(room.gradient + at.rows * QT, 0, filled);
 }
 
+// A number of dbias belongs to one pair: it is stored as it is.
+template <typename W>
+void store_bias_gradient(const AttentionSpan& span, const AttentionGradient& grad,
+                         const BackwardRoom<W>& room, const Meeting& at) {
+    const int64_t first = ((at.keys.b * span.H + at.h) * span.T + at.t) * span.S + at.keys.first;
+    const auto store_rows = [&](auto* out) {
+        for (int64_t m = 0; m < at.rows; ++m)
+            store_row(out + first + m * span.S, room.gradient + m * QT, at.keys.count, W(1));
+    };
+    if constexpr (sizeof(W) == 8) {
+        store_rows(static_cast<double*>(grad.dbias));
+    } else {
+        if (grad.dbias_dtype == FP32)
+            store_rows(static_cast<float*>(grad.dbias));
+        else if (grad.dbias_dtype == BF16)
+            store_rows(static_cast<Bf16*>(grad.dbias));
+        else
+            store_rows(static_cast<Fp16*>(grad.dbias));
+    }
+}
+
 template <typename W>
 void add_bias_gradient(const AttentionSpan& span, const AttentionGradient& grad,
                        const BackwardRoom<W>& room, const Meeting& at) {
@@ -184,6 +205,7 @@ void meet(const AttentionSpan& span, const AttentionGradient& grad,
           const BackwardRoom<Real<S>>& room, Meeting& at, int32_t ordinal, int64_t ld) {
     using W = Real<S>;
     const int64_t b = at.keys.b, packed = padded(at.rows, MR);
+    if (span.bias) fetch_bias(span, at.keys, at.h, at.t, at.rows);
     load_tile<S>(room.q, ld, span.q, b, at.t, at.rows, at.h, span.K, span.scale, QT);
     load_tile<S>(room.dy, ld, grad.dy, b, at.t, at.rows, at.h, span.K, 1.0, QT);
     product<false>(room.weights, QT, packed, QT, Factor<W>{room.q, ld, 1}, room.key_turned, QT,
@@ -192,7 +214,10 @@ void meet(const AttentionSpan& span, const AttentionGradient& grad,
                    span.K);
     if (!at.full) seen_bits(at.seen, span, at.keys, at.h, at.t, at.rows);
     differentiate(span, grad, room, at);
-    if (grad.dbias) add_bias_gradient(span, grad, room, at);
+    if (grad.dbias && grad.dbias_shared)
+        add_bias_gradient(span, grad, room, at);
+    else if (grad.dbias)
+        store_bias_gradient(span, grad, room, at);
     if (grad.dtable) {
         const int64_t tiles = (span.S + QT - 1) / QT;
         add_table_gradient(

@@ -110,6 +110,7 @@ template <typename W>
 void visit(const AttentionSpan& span, const ForwardRoom<W>& room, const KeyTile& keys, int64_t h,
            int64_t t, int64_t row, bool full, int64_t ld) {
     const int64_t rows = span.T - t < QT ? span.T - t : QT, packed = padded(rows, MR);
+    if (span.bias) fetch_bias(span, keys, h, t, rows);
     product<false>(room.scores, QT, packed, QT, Factor<W>{room.q + row * ld, ld, 1},
                    room.key_turned, QT, span.K);
     uint64_t seen[QT];

@@ -83,6 +83,7 @@ public:
         span.rows = visits_->rows();
         if (columns) span.columns = visits_->columns();
     }
+    bool visits_everywhere() const { return visits_->everywhere(); }
 
     AttentionTensor heads_of(const Tensor& given) {
         kept_.push_back(given.size(3) <= 1 || given.stride(3) == 1 ? given : dense(given));

@@ -164,6 +164,20 @@ void add_bias_row(W* x, const AttentionSpan& span, const KeyTile& keys, int64_t 
     }
 }
 
+// Asks for the bias of a tile, whose rows lie too far apart for the processor to foresee them, while
+// there is a product to compute.
+inline void fetch_bias(const AttentionSpan& span, const KeyTile& keys, int64_t h, int64_t t,
+                       int64_t rows) {
+    const int64_t* const stride = span.bias_stride;
+    const int64_t size = span.bias_dtype == FP64 ? 8 : span.bias_dtype == FP32 ? 4 : 2;
+    const char* row =
+        static_cast<const char*>(span.bias) +
+        size * (keys.b * stride[0] + h * stride[1] + t * stride[2] + keys.first * stride[3]);
+    const int64_t bytes = stride[3] == 0 ? 1 : keys.count * size, next = size * stride[2];
+    for (int64_t m = 0; m < (next ? rows : 1); ++m, row += next)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
 inline int64_t clamped(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
 }

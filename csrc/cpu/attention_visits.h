@@ -13,6 +13,10 @@ public:
     Visits(const AttentionSpan& span, bool columns);
     VisitLists rows() const { return lists(rows_, row_starts_, query_tiles_); }
     VisitLists columns() const { return lists(columns_, column_starts_, key_tiles_); }
+    // Whether every tile of queries meets every tile of keys.
+    bool everywhere() const {
+        return static_cast<int64_t>(rows_.size()) == batches_ * heads_ * query_tiles_ * key_tiles_;
+    }
 
 private:
     VisitLists lists(const std::vector<Visit>& visits, const std::vector<int64_t>& starts,

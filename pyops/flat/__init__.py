@@ -13,7 +13,7 @@ steps, is a slice of the buffer: nothing is copied in or out.
 
 from pyops.flat.buffer import FlatBuffer
 from pyops.flat.layout import ALIGNMENT, FlatLayout
-from pyops.flat.placement import Placement
+from pyops.flat.placement import Cut, Placement
 from pyops.flat.places import InPlace, check_free, check_watches, claim, release, watches_of
 from pyops.flat.shard import (
     Box,
@@ -23,11 +23,13 @@ from pyops.flat.shard import (
     TensorElsewhere,
     boxes_of_range,
     meeting,
+    whole_of_boxes,
 )
 
 __all__ = [
     "ALIGNMENT",
     "Box",
+    "Cut",
     "FlatBuffer",
     "FlatLayout",
     "InPlace",
@@ -43,4 +45,5 @@ __all__ = [
     "meeting",
     "release",
     "watches_of",
+    "whole_of_boxes",
 ]

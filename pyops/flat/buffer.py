@@ -61,6 +61,18 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             require_memory(parameter.grad, f"the gradient of {name}")
 
 
+def _check_gradient(grad: Tensor | None, numel: int, like: Tensor) -> None:
+    """ValueError for memory in which the flat gradient of `numel` numbers can't lie."""
+    if grad is None:
+        return
+    found = (grad.dim(), grad.numel(), grad.dtype, grad.device)
+    if found != (1, numel, like.dtype, like.device) or not grad.is_contiguous():
+        raise ValueError(
+            f"grad is {tuple(grad.shape)} of {grad.dtype} on {grad.device}; give a contiguous "
+            f"tensor of ({numel},) of {like.dtype} on {like.device}"
+        )
+
+
 class FlatBuffer:
     """Parameters and gradients of one dtype and device, laid out in backward order; each parameter
     becomes a view.
@@ -82,22 +94,27 @@ class FlatBuffer:
             gives them; the buffer holds them in reverse. A non-contiguous parameter keeps its
             values and becomes contiguous.
         multiple_of: The buffer's length is a multiple of it.
+        grad: Memory for the flat gradient: flat, as long as the layout, of the parameters' dtype
+            and device. None: memory of its own.
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, multiple_of: int = 1
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        multiple_of: int = 1,
+        grad: Tensor | None = None,
     ) -> None:
         named = list(named_parameters)
         _check(named)
+        self.layout = self.layout_of(named, multiple_of=multiple_of)
+        _check_gradient(grad, self.layout.numel, named[0][1])
         named.reverse()
-        self.layout = FlatLayout.plan(
-            [(name, p.shape) for name, p in named], multiple_of=multiple_of
-        )
         self.names = self.layout.names
         self.parameters = [p for _, p in named]
         like = self.parameters[0]
         self.data = torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device)
-        self.grad = torch.zeros_like(self.data)
+        self.grad = torch.zeros_like(self.data) if grad is None else grad.zero_()
         self.grad_views: list[Tensor] = []
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters):
@@ -115,6 +132,14 @@ class FlatBuffer:
         self.parameter.flat_layout = self.layout  # type: ignore[attr-defined]  # for optimizers that go by layers
         self.parameter.flat_watch = Watch(Places(self))  # type: ignore[attr-defined]  # for optimizers, before a step
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
+
+    @staticmethod
+    def layout_of(
+        named_parameters: Iterable[tuple[str, nn.Parameter]], *, multiple_of: int = 1
+    ) -> FlatLayout:
+        """The layout that a buffer of these parameters has."""
+        backward = reversed(list(named_parameters))
+        return FlatLayout.plan([(name, p.shape) for name, p in backward], multiple_of=multiple_of)
 
     def __len__(self) -> int:
         return len(self.parameters)

@@ -1,8 +1,12 @@
-"""Placement: where one rank's tensor stands in a parameter that a tensor-parallel group shares.
+"""Placement: where one rank's tensor stands in a parameter that a group of ranks shares.
 
     whole [7, 4], cut along dim 0 over 3 ranks        rank 0   rows 0 1 2
                                                       rank 1   rows 3 4 5
                                                       rank 2   row  6 and two rows of padding
+
+    whole [4, 6], cut along both over 2 x 2 ranks     rank 0 | rank 1     a rank holds a box: the
+                                                      -------+-------     product of one range for
+                                                      rank 2 | rank 3     each dim that is cut
 
 Every module that holds such a parameter says so in its attribute `placements`, {parameter's name in
 the module: Placement}; a parameter without an entry is whole and the same on every rank.
@@ -12,16 +16,59 @@ go by this one record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pyops.flat.shard import Box, Shard, Shards, boxes_of_range, meeting
+from pyops.flat.shard import Box, Shard, Shards, boxes_of_range, meeting, whole_of_boxes
 from pyops.protocols import HasPlacements
 
-__all__ = ["Placement"]
+__all__ = ["Cut", "Placement"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A range of one dimension of a tensor.
+
+    Attributes:
+        dim: Which dimension.
+        start, stop: The elements of it that the rank holds.
+        length: How many its tensor has; those beyond stop - start are padding, zero for ever.
+    """
+
+    dim: int
+    start: int
+    stop: int
+    length: int
+
+    @classmethod
+    def equal(cls, shape: Sequence[int], *, dim: int, rank: int, ranks: int, unit: int = 1) -> Cut:
+        """An equal part for each rank, in whole units; the last ranks' are padded where it does not
+        divide.
+
+        Args:
+            shape: Of the whole tensor.
+            dim: Which dimension is cut.
+            rank, ranks: Which part of how many.
+            unit: Elements that are not cut apart.
+
+        Raises:
+            ValueError: When `dim` is not made of whole units, or there is no such part.
+        """
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"dim {dim} is none of {tuple(shape)}; give 0 to {len(shape) - 1}")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"part {rank} of {ranks}: give a number from 0 to {ranks - 1}")
+        units, rest = divmod(shape[dim], unit)
+        if rest:
+            raise ValueError(f"dim {dim} of {tuple(shape)} must be a multiple of {unit}")
+        each = -(-units // ranks)
+        start, stop = (min(n * each, units) * unit for n in (rank, rank + 1))
+        return cls(dim, start, stop, each * unit)
 
 
 @dataclass(frozen=True)
@@ -29,24 +76,46 @@ class Placement:
     """What a rank holds of a parameter of `global_shape`.
 
     Attributes:
-        dim: Along which it is cut; None: every rank holds all of it.
-        start, stop: The elements of `dim` that this rank holds.
-        length: How many its tensor has along `dim`; those beyond stop - start are padding, zero for
-            ever.
+        cuts: One for each dimension that is cut, in ascending order; of the others a rank holds
+            all.
         copies: On how many ranks of the group the same elements are.
         first: Whether this is the first of those.
         partial: The gradient that backward leaves on a rank is a part of the whole one; the copies'
             parts must be summed.
+        index: Which of the different parts this is, from 0; the copies' is the same.
+
+    Raises:
+        ValueError: For cuts that are not in ascending order, or not within the whole.
     """
 
     global_shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
-    length: int = 0
+    cuts: tuple[Cut, ...] = ()
     copies: int = 1
     first: bool = True
     partial: bool = False
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        dims = [cut.dim for cut in self.cuts]
+        if dims != sorted(set(dims)) or any(not 0 <= d < len(self.global_shape) for d in dims):
+            raise ValueError(
+                f"cuts along dims {dims} of {self.global_shape}; give one for each dim, in "
+                "ascending order"
+            )
+        for cut in self.cuts:
+            inside = 0 <= cut.start <= cut.stop <= self.global_shape[cut.dim]
+            if not inside or cut.stop - cut.start > cut.length:
+                raise ValueError(f"{cut} does not fit {self.global_shape}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up a pickled placement, also one from before there were several cuts."""
+        state = dict(state)
+        old = [state.pop(name, None) for name in ("dim", "start", "stop", "length")]
+        if "cuts" not in state:
+            state["cuts"] = () if old[0] is None else (Cut(*old),)  # type: ignore[arg-type]
+            # Equal parts of old placements lie one after the other.
+            state["index"] = old[1] // max(old[3] or 0, 1) if old[0] is not None else 0
+        self.__dict__.update(state)
 
     @classmethod
     def whole(
@@ -80,54 +149,138 @@ class Placement:
         Raises:
             ValueError: When `dim` is not made of whole units, or `ranks` not of whole copies.
         """
-        units, rest = divmod(shape[dim], unit)
-        if rest or ranks % copies:
+        if ranks % copies or shape[dim] % unit:
             raise ValueError(
                 f"dim {dim} of {tuple(shape)} must be a multiple of {unit}, and {ranks} "
                 f"ranks one of {copies} copies"
             )
-        parts, index = ranks // copies, rank // copies
-        each = -(-units // parts)
-        start, stop = (min(n * each, units) * unit for n in (index, index + 1))
-        return cls(
-            tuple(shape), dim, start, stop, each * unit, copies, rank % copies == 0, copies > 1
-        )
+        index = rank // copies
+        cut = Cut.equal(shape, dim=dim % len(shape), rank=index, ranks=ranks // copies, unit=unit)
+        return cls(tuple(shape), (cut,), copies, rank % copies == 0, copies > 1, index)
+
+    @classmethod
+    def grid(
+        cls,
+        shape: Sequence[int],
+        *,
+        parts: Mapping[int, tuple[int, int]],
+        units: Mapping[int, int] | None = None,
+        copy: int = 0,
+        copies: int = 1,
+        partial: bool = False,
+    ) -> Placement:
+        """A box of a tensor that is cut along several dims into equal parts.
+
+        Args:
+            parts: {dim: (which part, of how many)}; the parts are numbered with the last dim
+                running fastest.
+            units: {dim: elements that are not cut apart}; 1 where a dim is not named.
+            copy: Which of the copies this rank has.
+            copies: How many ranks hold the same box.
+            partial: Whether each of the copies has only a part of the gradient.
+
+        Raises:
+            ValueError: When a dim is not made of whole units, or there is no such part or copy.
+        """
+        if not 0 <= copy < copies:
+            raise ValueError(f"copy {copy} of {copies}: give a number from 0 to {copies - 1}")
+        cuts, index = [], 0
+        for dim in sorted(parts):
+            rank, ranks = parts[dim]
+            unit = (units or {}).get(dim, 1)
+            cuts.append(Cut.equal(shape, dim=dim, rank=rank, ranks=ranks, unit=unit))
+            index = index * ranks + rank
+        return cls(tuple(shape), tuple(cuts), copies, copy == 0, partial and copies > 1, index)
+
+    @property
+    def only_cut(self) -> Cut | None:
+        """The cut of a tensor that is cut along one dim at most; None where it is whole.
+
+        Raises:
+            ValueError: It is cut along several.
+        """
+        if len(self.cuts) > 1:
+            raise ValueError(
+                f"a tensor of {self.global_shape} is cut along dims "
+                f"{[cut.dim for cut in self.cuts]}; what asks for one range of it takes tensors "
+                "that are cut along one dim"
+            )
+        return self.cuts[0] if self.cuts else None
+
+    @property
+    def dim(self) -> int | None:
+        """Along which it is cut; None: every rank holds all of it. See `only_cut`."""
+        return cut.dim if (cut := self.only_cut) else None
+
+    @property
+    def start(self) -> int:
+        """The first element of `dim` that this rank holds. See `only_cut`."""
+        return cut.start if (cut := self.only_cut) else 0
+
+    @property
+    def stop(self) -> int:
+        """The element of `dim` behind the last one that this rank holds. See `only_cut`."""
+        return cut.stop if (cut := self.only_cut) else 0
+
+    @property
+    def length(self) -> int:
+        """How many elements this rank's tensor has along `dim`, padding included. See
+        `only_cut`."""
+        return cut.length if (cut := self.only_cut) else 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's tensor, padding included."""
-        if self.dim is None:
-            return self.global_shape
-        return (*self.global_shape[: self.dim], self.length, *self.global_shape[self.dim + 1 :])
+        found = list(self.global_shape)
+        for cut in self.cuts:
+            found[cut.dim] = cut.length
+        return tuple(found)
 
     @property
     def offset(self) -> tuple[int, ...]:
         """Where this rank's part begins in the whole, a number for each dim."""
-        return tuple(self.start if d == self.dim else 0 for d in range(len(self.global_shape)))
+        found = [0] * len(self.global_shape)
+        for cut in self.cuts:
+            found[cut.dim] = cut.start
+        return tuple(found)
 
     @property
     def size(self) -> tuple[int, ...]:
         """The shape of this rank's part without the padding."""
-        return tuple(
-            self.stop - self.start if d == self.dim else n for d, n in enumerate(self.global_shape)
-        )
+        found = list(self.global_shape)
+        for cut in self.cuts:
+            found[cut.dim] = cut.stop - cut.start
+        return tuple(found)
+
+    @property
+    def box(self) -> Box:
+        """This rank's part of the whole."""
+        return self.offset, self.size
 
     def part(self, local: Tensor) -> Tensor:
         """A view of this rank's tensor without the padding."""
-        return local if self.dim is None else local.narrow(self.dim, 0, self.stop - self.start)
+        for cut in self.cuts:
+            local = local.narrow(cut.dim, 0, cut.stop - cut.start)
+        return local
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's tensor, cut from the whole one and padded with zeros; a new tensor."""
+    def part_of_whole(self, whole: Tensor) -> Tensor:
+        """A view of what this rank holds of the whole tensor.
+
+        Raises:
+            ValueError: It is of another shape.
+        """
         if tuple(whole.shape) != self.global_shape:
             raise ValueError(
                 f"a tensor of shape {tuple(whole.shape)} is not the whole of {self.global_shape}"
             )
+        for cut in self.cuts:
+            whole = whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        return whole
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's tensor, cut from the whole one and padded with zeros; a new tensor."""
+        found = self.part_of_whole(whole)
         local = whole.new_zeros(self.local_shape)
-        found = (
-            whole
-            if self.dim is None
-            else whole.narrow(self.dim, self.start, self.stop - self.start)
-        )
         self.part(local).copy_(found.detach())
         return local
 
@@ -155,6 +308,29 @@ class Placement:
                 Shard(self.global_shape, offset, piece[where], copy=copy or not self.first)
             )
         return Shards(tuple(found))
+
+    def joined(self, parts: Sequence[Tensor], places: Sequence[Placement] | None = None) -> Tensor:
+        """The whole parameter.
+
+        Args:
+            parts: Each rank's tensor, padding included, in rank order.
+            places: Each rank's placement; None for a parameter of one cut whose equal parts lie in
+                rank order.
+
+        Raises:
+            ValueError: The parts do not cover the whole once.
+        """
+        if places is None:
+            dim = self.dim
+            assert dim is not None
+            whole = torch.cat(list(parts[:: self.copies]), dim)
+            return whole.narrow(dim, 0, self.global_shape[dim])
+        first = [
+            (place.box, place.part(part))
+            for place, part in zip(places, parts, strict=True)
+            if place.first
+        ]
+        return whole_of_boxes(first, self.global_shape)
 
     @staticmethod
     def of(model: nn.Module) -> dict[str, Placement]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Protocol
 
@@ -25,6 +26,7 @@ __all__ = [
     "TensorElsewhere",
     "boxes_of_range",
     "meeting",
+    "whole_of_boxes",
 ]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size), a number for each dim
@@ -204,3 +206,40 @@ def meeting(a: Box, b: Box) -> Box | None:
     if any(x >= y for x, y in zip(low, high, strict=True)):
         return None
     return low, tuple(y - x for x, y in zip(low, high, strict=True))
+
+
+def whole_of_boxes(parts: Sequence[tuple[Box, Tensor]], shape: Sequence[int]) -> Tensor:
+    """The tensor that boxes make together.
+
+    Args:
+        parts: Boxes, each with the tensor of what is in it.
+        shape: Of the whole.
+
+    Returns:
+        A new tensor in the dtype of the first part.
+
+    Raises:
+        ValueError: They do not cover the whole once; the first element that is missing, or in
+            several, is named.
+    """
+    boxes = [box for box, _ in parts if prod(box[1])]
+    covered = sum(prod(size) for _, size in boxes)
+    if covered != prod(shape) or any(meeting(a, b) for a, b in combinations(boxes, 2)):
+        count = torch.zeros(tuple(shape), dtype=torch.int32, device="cpu")
+        for offset, size in boxes:
+            count[_slices(offset, size)] += 1
+        wrong = (count != 1).nonzero()[0].tolist()
+        times = int(count[tuple(wrong)])
+        raise ValueError(
+            f"element {wrong} of a tensor of shape {list(shape)} is in {times} of the "
+            f"{len(parts)} parts, and each must be in one; all ranks must hold the parts that "
+            "their placements name"
+        )
+    whole = parts[0][1].new_empty(tuple(shape))
+    for (offset, size), tensor in parts:
+        whole[_slices(offset, size)] = tensor
+    return whole
+
+
+def _slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))

@@ -306,7 +306,7 @@ def _gather(entry: Entry, ranks: Ranks) -> Tensor | None:
     local = resolved_view(entry.parameter.detach())
     whole = gather_parts(local, entry.placement, ranks)
     # What is whole everywhere is given on every rank, as without a group.
-    cut = ranks.size > 1 and entry.placement is not None and entry.placement.dim is not None
+    cut = ranks.size > 1 and entry.placement is not None and bool(entry.placement.cuts)
     return whole if cut else local
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.agreement import naming_lost_ranks
+from pyops.comm.agreement import gather, naming_lost_ranks
 from pyops.flat import Placement
 from pyops.tensor_parallel import Ranks
 
@@ -25,14 +25,15 @@ def gather_parts(local: Tensor, place: Placement | None, ranks: Ranks) -> Tensor
     Raises:
         CommunicationError: A rank is lost; the error names it.
     """
-    if ranks.size == 1 or place is None or place.dim is None:
+    if ranks.size == 1 or place is None or not place.cuts:
         return local if ranks.rank == 0 else None
+    places = gather(place, group=ranks.group) if len(place.cuts) > 1 else None
     raw = local.contiguous().view(torch.uint8)
     parts = [torch.empty_like(raw) for _ in range(ranks.size)] if ranks.rank == 0 else None
     with naming_lost_ranks("the gathering of parameters for a save", group=ranks.process_group):
         dist.gather(raw, parts, group=ranks.process_group, group_dst=0)
     if parts is None:
         return None
-    first = [parts[r].view(local.dtype) for r in range(0, ranks.size, place.copies)]
+    tensors = [part.view(local.dtype) for part in parts]
     del raw, parts
-    return torch.cat(first, dim=place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
+    return place.joined(tensors, places)

@@ -25,6 +25,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from pyops.ops.memory import VIEWS, check_kinds, check_memory, resolving
 from pyops.torch_private import has_dispatch_kernel
@@ -129,6 +130,7 @@ def define(
     setup_context: Callable[..., Any] | None = None,
     triton: str | None = None,
     keeps_addresses: bool = False,
+    flops: Callable[..., int] | None = None,
 ) -> None:
     """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on
     shapes.
@@ -140,6 +142,8 @@ def define(
             for CUDA tensors.
         keeps_addresses: whether what it returns points to its arguments, so that no copy can stand
             in for one.
+        flops: its formula for torch.utils.flop_counter: of the shapes of its tensors and of its
+            other arguments. None: 0, as torch counts whatever has no matrix product.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -148,6 +152,8 @@ def define(
         torch.library.register_autograd(
             f"pyops::{name}", backward, setup_context=setup_context, lib=library
         )
+    packet = getattr(torch.ops.pyops, name)
+    register_flop_formula(packet)(_no_products if flops is None else flops)
     extension = build_info()["extension"]
     # This key answers for every device that has no kernel of its own.
     other = _missing_kernel(name, triton) if extension else check_memory(name, reference)
@@ -155,11 +161,15 @@ def define(
     for view in VIEWS:
         library.impl(
             name,
-            resolving(getattr(torch.ops.pyops, name).default, keeps_addresses=keeps_addresses),
+            resolving(packet.default, keeps_addresses=keeps_addresses),
             view,
         )
     if extension and triton is not None and has_triton():
         library.impl(name, _triton_kernel(triton, name), "CUDA")
+
+
+def _no_products(*_: Any, **__: Any) -> int:
+    return 0
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def check_mesh(mesh: Any, plan: ParallelPlan) -> None:
 
     Raises:
         TypeError: It is no pyops.mesh.Mesh.
-        ValueError: It has another number of ranks along "tp" or "pp".
+        ValueError: It has another number of ranks along "tp" or "pp", or several along "cp".
     """
     if mesh is None:
         return
@@ -60,6 +60,11 @@ def check_mesh(mesh: Any, plan: ParallelPlan) -> None:
                 f"the mesh has {mesh.size(axis)} ranks along {axis!r}, but the plan's {axis} is "
                 f"{getattr(plan, axis)}; make the mesh with the plan's sizes, or leave it out"
             )
+    if mesh.size("cp") > 1:
+        raise ValueError(
+            f"the mesh has {mesh.size('cp')} ranks along 'cp', but a plan does not share out the "
+            "tokens of a row; make the mesh with cp=1, or take pyops.context_parallel by itself"
+        )
 
 
 def described(model: nn.Module) -> str:

@@ -24,7 +24,8 @@ class AxisGroups:
     """The groups that this rank is in."""
 
     dp: ProcessGroupLike
-    """The ranks that hold the same parameters and see other data."""
+    """The ranks that hold the same parameters and see other data: other rows, or other tokens of
+    the same rows (cp)."""
 
     tp: dist.ProcessGroup | None
     """The ranks that share each parameter; None: it is whole."""
@@ -80,7 +81,7 @@ class AxisGroups:
             if mesh.device_mesh is None:
                 return cls(ALONE, None, None)
             tp, pp = (mesh.group(axis) if mesh.size(axis) > 1 else None for axis in ("tp", "pp"))
-            return cls(mesh.group("dp"), tp, pp)
+            return cls(mesh.group(("dp", "cp")), tp, pp)
         if isinstance(mesh, DeviceMesh):
             return cls._of_device_mesh(mesh)
         raise TypeError(

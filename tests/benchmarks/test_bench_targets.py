@@ -376,3 +376,36 @@ def test_the_script_names_benches_that_there_are():
     )
     for module in re.findall(r"-m benchmarks\.(\w+)", script):
         assert (report.ROOT / "benchmarks" / f"{module}.py").exists()
+
+
+def test_each_call_of_the_script_fits_into_its_budget():
+    """What docs/gpu.md says to call, with the limits of its parts added up. The build has a time of
+    its own in the first call alone, and what its limit leaves is more than a build takes."""
+    script = (report.ROOT / "benchmarks" / "gpu.sh").read_text()
+    budget = int(re.search(r"BUDGET=\$\{BUDGET:-(\d+)\}", script)[1])
+    of_bench = {name: int(limit) for name, limit in re.findall(r"\[(\w+)\]=(\d+)", script)}
+    limits, inside = dict[str, int](), ""
+    for line in script.splitlines():
+        if found := re.match(r"if wants (\w+); then", line):
+            inside = found[1]
+        times = 2 if inside == "sanitize" else 1  # both tools
+        if inside and (found := re.match(r" +.*\b(?:part|timed|profiled) (\d+) ", line)):
+            limits[inside] = limits.get(inside, 0) + times * int(found[1])
+        if line == "fi":
+            inside = ""
+    assert limits.keys() == {"kernels", "others", "sanitize", "train", "profile"}
+    calls = re.findall(
+        r'^PARTS="?([\w ]+?)"?(?: BENCHES="([\w ]+)")? OUT=',
+        (report.ROOT / "docs" / "gpu.md").read_text(),
+        re.MULTILINE,
+    )
+    ran, timed = [], []
+    for parts, benches in calls:
+        timed += benches.split()
+        ran += parts.split()
+        seconds = sum(limits[part] for part in parts.split() if part != "bench")
+        seconds += sum(of_bench[name] for name in benches.split())
+        assert seconds <= budget - 10, f"PARTS={parts}: {seconds} s"
+        assert f"PARTS={parts if ' ' not in parts else chr(34) + parts + chr(34)}" in script
+    assert sorted({*ran}) == sorted({*limits, "bench"})
+    assert sorted(timed) == sorted(of_bench)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -422,40 +421,3 @@ def test_a_roformer_read_as_what_it_is_not(tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"embedding_size": 3}))
     with pytest.raises(hub.HubError, match="embedding_size = 3, pyops computes 4 only"):
         hub.load(tmp_path / "m")
-
-
-def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, folder):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pyops.hub.folder_saving.write_tensors", fail)
-    with pytest.raises(
-        hub.HubError, match=r"m can't be written: No space left on device; make room"
-    ):
-        hub.save(hub.load(folder), tmp_path / "m")
-    assert not list(tmp_path.glob("m*"))
-    shutil.rmtree(folder)
-
-
-def test_a_folder_of_an_earlier_save_is_replaced_and_nothing_else(tmp_path, monkeypatch):
-    """Whole: a save that is killed between two renames leaves the earlier one, and it is read."""
-    hub.save(GPT(LLAMA, seed=1), tmp_path / "m", max_file_bytes=1500)
-    hub.save(GPT(LLAMA, seed=2), tmp_path / "m")
-    assert same(hub.load(tmp_path / "m"), GPT(LLAMA, seed=2))
-    assert sorted(p.name for p in tmp_path.glob("m*/*")) == ["config.json", "model.safetensors"]
-    (tmp_path / "empty").mkdir()
-    hub.save(GPT(LLAMA, seed=1), tmp_path / "empty")
-    for name in ("tokenizer.json", "notes"):
-        (tmp_path / "m" / name).write_text("mine")
-        with pytest.raises(
-            hub.HubError, match=f"is there already and holds {name}; a save replaces"
-        ):
-            hub.save(GPT(LLAMA, seed=3), tmp_path / "m")
-        assert (tmp_path / "m" / name).read_text() == "mine"
-        (tmp_path / "m" / name).unlink()
-    (tmp_path / "m" / "config.json").rename(tmp_path / "config.json")
-    with pytest.raises(hub.HubError, match=r"has no config\.json"):
-        hub.save(GPT(LLAMA, seed=3), tmp_path / "m")
-    (tmp_path / "config.json").rename(tmp_path / "m" / "config.json")
-    (tmp_path / "m").rename(tmp_path / "m.old")
-    assert same(hub.load(tmp_path / "m"), GPT(LLAMA, seed=2))

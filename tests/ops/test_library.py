@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import pyops.ops
 from pyops.ops import library
@@ -41,16 +42,12 @@ STEMS = (
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = {
     op
-    for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy")
+    for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
     for op in SAMPLES
     if hasattr(getattr(pyops.ops, stem), f"{op.removesuffix('_')}_reference")
 }
-CPU_ONLY = (  # no CUDA kernel yet: the op raises there and says so
-    "attention_forward",
-    "attention_backward",
-)
 DIFFERENTIABLE = {  # with a derivative
-    op for op in {*IN_TRITON, "attention_forward"} if not op.endswith(("_backward", "_"))
+    op for op in IN_TRITON if not op.endswith(("_backward", "_"))
 }
 
 
@@ -72,11 +69,6 @@ def reference_of(op: str):
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
-def skip_without_kernel(op: str, device: torch.device) -> None:
-    if op in CPU_ONLY and device.type != "cpu":
-        pytest.skip(f"{op} has no kernel for {device.type}")
-
-
 def test_every_op_has_a_sample():
     assert len(ops()) >= 11
     assert set(ops()) == set(SAMPLES), "write a sample in tests/ops/samples.py"
@@ -84,7 +76,6 @@ def test_every_op_has_a_sample():
 
 @pytest.mark.parametrize("op", sorted(SAMPLES))
 def test_opcheck(op: str, device: torch.device):
-    skip_without_kernel(op, device)
     args, kwargs = SAMPLES[op](device)
     packet = getattr(torch.ops.pyops, op).default
     if op in DIFFERENTIABLE:
@@ -99,7 +90,6 @@ def test_opcheck(op: str, device: torch.device):
 @pytest.mark.parametrize("op", sorted(set(SAMPLES) - {"optimizer_table"}))
 def test_kernel_agrees_with_reference_on_the_sample(op: str, device: torch.device, isa: str):
     """Pairwise different scalars: a swapped pair in a signature shows here."""
-    skip_without_kernel(op, device)
     if op in UNTRACEABLE and device.type != "cpu":
         pytest.skip("the reference reads a table on the CPU only")
     results = []
@@ -120,6 +110,22 @@ def test_kernel_agrees_with_reference_on_the_sample(op: str, device: torch.devic
         torch.testing.assert_close(
             actual, expected, rtol=2**-7 if actual.dtype == torch.bfloat16 else 1e-3, atol=1e-6
         )
+
+
+# Of the samples: 2 B H T S K for each product, which attention alone has.
+PRODUCT = 2 * 2 * 4 * 6 * 9 * 8
+COUNTED = {"attention_forward": 2 * PRODUCT, "attention_backward": 5 * PRODUCT}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_counted_flops(op: str):
+    args, kwargs = SAMPLES[op](torch.device("cpu"))
+    call = getattr(torch.ops.pyops, op)
+    assert call in flop_registry
+    with FlopCounterMode(display=False) as counter:
+        call.default(*args, **kwargs)
+    assert counter.get_flop_counts()["Global"] == {call: COUNTED.get(op, 0)}
 
 
 def test_table_agrees_with_reference_but_for_pointers(device: torch.device):
@@ -144,11 +150,7 @@ def test_has_kernel(device: torch.device):
     assert all(pyops.has_kernel(op, "cpu") == built for op in ops())
     assert {"bias_activation", "rotary"} <= IN_TRITON
     for op in ops():
-        expected = (
-            library.has_triton()
-            if op in IN_TRITON
-            else library.build_info()["cuda"] and op not in CPU_ONLY
-        )
+        expected = library.has_triton() if op in IN_TRITON else library.build_info()["cuda"]
         assert pyops.has_kernel(op, "cuda") == (built and expected), op
     assert not pyops.has_kernel("adam_", "xpu")
     if built:

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from pyops.mesh import Axes, Mesh
 from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
+from pyops.parallel.model_checks import check_mesh
 from pyops.zero import ZeroConfig
 from pyops.zero.layout.parameters import FlatParameters
 from tests.parallel.tiny_transformers import make_model
@@ -197,3 +199,11 @@ def test_all_ranks_hear_of_one_that_has_no_memory_and_can_go_on(stage, part, wor
     assert all("no memory on cpu" in each and part in each for each in said), said
     assert all(same)
     assert len(set(losses)) == 1
+
+
+def test_a_mesh_that_shares_rows_out_is_refused() -> None:
+    mesh = Mesh(Axes())
+    check_mesh(mesh, ParallelPlan())
+    mesh.axes = Axes(cp=2)  # as on two ranks
+    with pytest.raises(ValueError, match="2 ranks along 'cp', but a plan does not share out"):
+        check_mesh(mesh, ParallelPlan())

@@ -28,7 +28,16 @@ LAYERS = [
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
-    ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
+    [
+        "data_parallel",
+        "onebit",
+        "zero",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline",
+        "recompute",
+        "checkpoint",
+    ],
     ["models", "data"],
     ["hub", "elastic"],
     ["parallel"],

@@ -131,6 +131,7 @@ def _by_mesh(rank: int, group: Any) -> list[bool]:
     alone = _steps(rank, 2, group=ALONE)
     meshes = (
         Mesh(Axes(dp=2)),
+        Mesh(Axes(cp=2)),
         init_device_mesh("cpu", (2,)),
         init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")),
     )

@@ -240,6 +240,9 @@ class Communicator:
 
     def _leaving(self, error: Exception, spins: int) -> Tensor:
         self._store.set(self._note(self.rank), f"{type(error).__name__}: {error}")
+        # A TCPStore does not wait until the server has what is set; an answer comes after it. The
+        # other ranks look for the note as soon as they have heard of this rank.
+        self._store.check([self._note(self.rank)])
         try:
             self.agree("leaving", refusal=error)
         finally:

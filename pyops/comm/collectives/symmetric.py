@@ -158,14 +158,19 @@ class SymmetricBuffer:
             lambda: memory.scatter(self, self.tensor, out, starts=starts, scale=scale, norm=norm),
         )
 
-    def free(self) -> None:
+    def free(self, *, wait: bool = False) -> None:
         """Give the memory back. Collective.
+
+        Args:
+            wait: Whether to wait for this rank's device before.
 
         Raises:
             ValueError: On all ranks alike, while a kernel of any of them uses it.
         """
         _, memory = self._memory()
         if memory is not None:
+            if wait:
+                memory.synchronize()
             busy = self.used is not None and not self.used.query()
             told = memory.tell("in use" if busy else "")
             if using := [rank for rank, text in enumerate(told) if text]:

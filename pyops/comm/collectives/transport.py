@@ -76,13 +76,13 @@ class ProcessGroupTransport:
     """Messages over a process group. Tensors travel as bytes where the backend is choosy about
     dtypes.
 
-    On Gloo the messages carry a tag of their own, so they never meet the user's collectives,
-    whichever thread posts them. On NCCL the sends and receives of a `post` form one batch, so that
-    they can't deadlock, and they follow the current stream.
+    On Gloo the messages carry a tag, so they never meet the user's collectives, nor those of a
+    transport of another tag, whichever thread posts them. On NCCL the sends and receives of a
+    `post` form one batch, so that they can't deadlock, and they follow the current stream.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
+    def __init__(self, group: dist.ProcessGroup, *, tag: int = _TAG) -> None:
+        self._group, self._tag = weakref.ref(group), tag
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.bytes_sent = 0
 
@@ -97,14 +97,16 @@ class ProcessGroupTransport:
         if tensors and tensors[0].is_cuda:
             return _Works(self._batch(group, sends, receives), tensors)
         # Receives first: Gloo sends when it knows that somebody waits.
-        works = [self._start(group.recv, t, peer) for t, peer in receives]
-        works += [self._start(group.send, t, peer) for t, peer in sends]
+        works = [self._start(group.recv, t, peer, self._tag) for t, peer in receives]
+        works += [self._start(group.send, t, peer, self._tag) for t, peer in sends]
         return _Works(works, tensors)
 
     @staticmethod
-    def _start(function: Callable[..., Any], tensor: Tensor, peer: int) -> tuple[Any, int]:
+    def _start(
+        function: Callable[..., Any], tensor: Tensor, peer: int, tag: int
+    ) -> tuple[Any, int]:
         try:
-            return function([tensor], peer, _TAG), peer
+            return function([tensor], peer, tag), peer
         except RuntimeError as error:
             raise PeerError(peer, error) from error
 

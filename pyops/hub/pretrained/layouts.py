@@ -103,10 +103,8 @@ def copy_part(module: nn.Module, key: str, tensor: Tensor, whole: Tensor) -> Non
     if place is None:
         tensor.copy_(whole)
         return
-    found = laid_out(module, whole, place)
+    found = place.part_of_whole(laid_out(module, whole, place))
     part = place.part(tensor)
-    if place.dim is not None:
-        found = found.narrow(place.dim, place.start, place.stop - place.start)
     if part.numel() < tensor.numel():
         tensor.zero_()
     part.copy_(found)

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from pyops.ops.attention.arguments import AttentionBias, AttentionDropout, AttentionMask
 from pyops.ops.attention.checks import check_attention
 from pyops.ops.attention.operands import Operands, operands_of, options_of, wide_dtype
+from pyops.ops.attention.plain import is_torchs, torch_attention
 from pyops.ops.attention.reference import attention_backward_reference, attention_forward_reference
 from pyops.ops.library import define, no_second_derivative
 
@@ -63,6 +63,9 @@ def attention(
     in backward a float32 of q's size; no tensor has T x S elements. A query that sees nothing gets
     0, and gradients of 0.
 
+    Plain attention, hidden but by causality, goes to torch's kernel where that was measured to be
+    faster (`plain_table`), and on a GPU.
+
     Args:
         q: [B, T, H, K] of float32, float64, bfloat16 or float16; any strides, of which the last is
             best 1. Under autocast q, k and v are cast as torch's own attention casts them.
@@ -83,9 +86,11 @@ def attention(
         ValueError: for shapes that don't fit and numbers out of range.
         TypeError: for other dtypes.
     """
-    return attention_with_lse(
-        q, k, v, scale=scale, mask=mask, bias=bias, soft_cap=soft_cap, dropout=dropout
-    )[0]
+    given = _prepared(q, k, v, scale, mask, bias, soft_cap, dropout)
+    q, k, v, mask, bias, scale = given
+    if is_torchs(q, k, mask, bias, dropout, soft_cap):
+        return torch_attention(q, k, v, scale=scale, causal=mask.causal)
+    return _run(*given, soft_cap, dropout)[0]
 
 
 def attention_with_lse(
@@ -113,6 +118,21 @@ def attention_with_lse(
         ValueError: for shapes that don't fit and numbers out of range.
         TypeError: for other dtypes.
     """
+    given = _prepared(q, k, v, scale, mask, bias, soft_cap, dropout)
+    return _run(*given, soft_cap, dropout)
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    mask: AttentionMask | None,
+    bias: Tensor | AttentionBias | None,
+    soft_cap: float | None,
+    dropout: AttentionDropout | None,
+) -> tuple[Tensor, Tensor, Tensor, AttentionMask, AttentionBias, float]:
+    """q, k, v, mask, bias and scale, none of them left open, checked."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))
@@ -121,6 +141,19 @@ def attention_with_lse(
         bias = AttentionBias(scores=bias)
     scale = scale if scale is not None else max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
     check_attention(q, k, v, mask, bias, dropout, scale=scale, soft_cap=soft_cap)
+    return q, k, v, mask, bias, scale
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    bias: AttentionBias,
+    scale: float,
+    soft_cap: float | None,
+    dropout: AttentionDropout | None,
+) -> tuple[Tensor, Tensor]:
     operands = operands_of(q, k, mask, bias, dropout)
     options = options_of(q, k, mask, dropout, scale=scale, soft_cap=soft_cap)
     result: tuple[Tensor, Tensor] = torch.ops.pyops.attention_forward.default(
@@ -191,12 +224,31 @@ def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     return *found, *(None,) * (len(Operands._fields) - 2)
 
 
+def _products(q: Any, k: Any, count: int) -> int:
+    """Multiplications and additions of `count` products of T x S x K, the masked part included, as
+    torch counts its own attention."""
+    B, T, H, K = q
+    return 2 * count * int(B * H * T * k[1] * K)
+
+
+def _forward_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
+    return _products(q, k, 2)
+
+
+def _backward_flops(
+    dy: Any, dlse: Any, y: Any, lse: Any, q: Any, k: Any, *_: Any, **__: Any
+) -> int:
+    return _products(q, k, 5)
+
+
 define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {TENSORS}, *, {NUMBERS}) -> (Tensor, Tensor)",
     reference=attention_forward_reference,
     fake=_fake,
     backward=_backward,
     setup_context=_save,
+    triton="attention",
+    flops=_forward_flops,
 )
 define(
     "attention_backward(Tensor dy, Tensor? dlse, Tensor y, Tensor lse, Tensor q, Tensor k, Tensor v"
@@ -205,23 +257,6 @@ define(
     reference=attention_backward_reference,
     fake=_fake_backward,
     backward=no_second_derivative,
+    triton="attention",
+    flops=_backward_flops,
 )
-
-
-def _products(q: Any, k: Any, count: int) -> int:
-    """Multiplications and additions of `count` products of T x S x K, the masked part included, as
-    torch counts its own attention."""
-    B, T, H, K = q
-    return 2 * count * int(B * H * T * k[1] * K)
-
-
-@register_flop_formula(torch.ops.pyops.attention_forward)
-def _forward_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
-    return _products(q, k, 2)
-
-
-@register_flop_formula(torch.ops.pyops.attention_backward)
-def _backward_flops(
-    dy: Any, dlse: Any, y: Any, lse: Any, q: Any, k: Any, *_: Any, **__: Any
-) -> int:
-    return _products(q, k, 5)

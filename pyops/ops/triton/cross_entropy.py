@@ -50,6 +50,7 @@ def cross_entropy_statistics_(
             GROUP=group,
             WHOLE=columns // width,
             REST=columns % width > 0,
+            AHEAD=logits.element_size() == 2,  # wider ones have enough on their way
             num_warps=_warps(width, STATISTICS_WARPS),
         )
 
@@ -105,6 +106,47 @@ def _seen(z, highest, total):
 
 
 @triton.jit
+def _walk(
+    z_row,
+    columns,
+    pivot,
+    C: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REST: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Of the lanes: maxima, sums of exp(z - maximum), and of z - pivot.
+
+    AHEAD: whether each tile is asked for before the exponentials of the one before it."""
+    highest = tl.full([LANES], float("-inf"), dtype=C)
+    total, shifted = tl.zeros([LANES], dtype=C), tl.zeros([LANES], dtype=C)
+    column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    ahead = highest  # of no use but to have the name
+    if AHEAD and WHOLE > 0:
+        ahead = tl.load(z_row + column)
+    for t in range(0, WHOLE):  # without masks, which would be a good part of the loop
+        if AHEAD:
+            z = ahead.to(C)
+            next_tile = z_row + (t + 1) * (LANES * GROUP)
+            ahead = tl.load(next_tile + column, mask=t + 1 < WHOLE)
+        else:
+            z = tl.load(z_row + t * (LANES * GROUP) + column).to(C)
+        highest, total = _seen(z, highest, total)
+        if WITH_SUM:
+            shifted += tl.sum(z - pivot, axis=1)
+    if REST:
+        at = WHOLE * (LANES * GROUP) + column
+        z = tl.load(z_row + at, mask=at < columns, other=float("-inf")).to(C)
+        highest, total = _seen(z, highest, total)
+        if WITH_SUM:
+            shifted += tl.sum(tl.where(at < columns, z - pivot, 0.0), axis=1)
+    return highest, total, shifted
+
+
+@triton.jit
 def _statistics(
     out,
     logits,
@@ -119,6 +161,7 @@ def _statistics(
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
     REST: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = out + row * (4 if WITH_SUM else 3)
@@ -137,20 +180,9 @@ def _statistics(
     if WITH_SUM and (WHOLE > 0 or REST):
         first = tl.load(z_row).to(C)
         pivot = tl.where(tl.abs(first) < float("inf"), first, 0.0)
-    highest = tl.full([LANES], float("-inf"), dtype=C)
-    total, shifted = tl.zeros([LANES], dtype=C), tl.zeros([LANES], dtype=C)
-    column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for t in range(0, WHOLE):  # without masks, which would be a good part of the loop
-        z = tl.load(z_row + t * (LANES * GROUP) + column).to(C)
-        highest, total = _seen(z, highest, total)
-        if WITH_SUM:
-            shifted += tl.sum(z - pivot, axis=1)
-    if REST:
-        at = WHOLE * (LANES * GROUP) + column
-        z = tl.load(z_row + at, mask=at < columns, other=float("-inf")).to(C)
-        highest, total = _seen(z, highest, total)
-        if WITH_SUM:
-            shifted += tl.sum(tl.where(at < columns, z - pivot, 0.0), axis=1)
+    highest, total, shifted = _walk(
+        z_row, columns, pivot, C, WITH_SUM, LANES, GROUP, WHOLE, REST, AHEAD
+    )
     maximum = tl.max(highest, axis=0)
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
     local = target - first_column

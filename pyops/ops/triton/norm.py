@@ -31,6 +31,10 @@ __all__ = [
 WIDEST = 16384  # numbers of a row in registers
 # beside them the sums over rows; twice that for RMSNorm of 16-bit numbers, which has one sum
 WIDEST_SUMMED = 8192
+# A CTA of such rows is alone on its multiprocessor, and would wait for the sums of a row: the next
+# 16-bit row is on its way to shared memory meanwhile. With two stages it would be asked for when
+# this one has been stored; wider rows would spill registers.
+STAGED = 8192
 TILE = 4096  # numbers that a program works on together: several rows, where they are narrow
 ROWS, COLUMNS = 16, 128  # of a tile, where sums over rows take a launch of their own
 
@@ -177,6 +181,7 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
             tiles if sums else 1,
             MORE=dsum is not None,
             SUMS=sums,
+            STAGES=3 if sums and constants["BLOCK"] == STAGED and x.element_size() == 2 else 1,
             # Two CTAs of 8 warps beside each other: for layer norm the compiler else takes a few
             # registers more, now and then, which halves what is in flight.
             maxnreg=128 if offset is None and narrow and constants["num_warps"] == 8 else None,
@@ -305,6 +310,26 @@ def _operands(dy, x, at, inside, centre, scale, C: tl.constexpr, RMS: tl.constex
 
 
 @triton.jit
+def _gain(
+    kept, weight, column, columns, STAGES: tl.constexpr, OFFSET: tl.constexpr, C: tl.constexpr
+):
+    """`_scale` of the columns, from `kept` where rows are staged: it would be staged with each."""
+    if STAGES > 1:
+        gain = (kept.to(C) + OFFSET)[None, :]
+    else:
+        gain = _scale(weight, column, columns, OFFSET, C)
+    return gain
+
+
+@triton.jit
+def _store_sums(partial, block, blocks, column, columns, of_weight, of_bias, RMS: tl.constexpr):
+    target = partial + block * columns + column
+    tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
+    if not RMS:
+        tl.store(target + blocks * columns, tl.sum(of_bias, axis=0), mask=column < columns)
+
+
+@triton.jit
 def _rows_backward(
     dy,
     dsum,
@@ -321,6 +346,7 @@ def _rows_backward(
     OFFSET: tl.constexpr,
     MORE: tl.constexpr,
     SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -330,7 +356,10 @@ def _rows_backward(
     column = tl.arange(0, BLOCK)
     of_weight, of_bias = tl.zeros([ROWS, BLOCK], dtype=C), tl.zeros([ROWS, BLOCK], dtype=C)
     tl.assume(tiles > 0)
-    for t in range(0, tiles):
+    kept = weight
+    if STAGES > 1:
+        kept = tl.load(weight + column, mask=column < columns, other=0.0)
+    for t in tl.range(0, tiles, num_stages=STAGES):
         row = (block * tiles + t) * ROWS + tl.arange(0, ROWS)
         start, valid = (row * columns)[:, None], (row < rows)[:, None]
         centre, scale = (
@@ -343,7 +372,7 @@ def _rows_backward(
         if SUMS:
             of_weight += gradient * h
             of_bias += gradient
-        g = gradient * _scale(weight, column, columns, OFFSET, C)
+        g = gradient * _gain(kept, weight, column, columns, STAGES, OFFSET, C)
         sum_g, sum_gh = g, g * h
         for k in tl.static_range(1, CHUNKS):
             at = k * BLOCK + column
@@ -369,14 +398,8 @@ def _rows_backward(
                 result += tl.load(dsum + start + at[None, :], mask=inner, other=0.0).to(C)
             tl.store(dx + start + at[None, :], result.to(dx.dtype.element_ty), mask=inner)
     if SUMS:
-        target = partial + block * columns + column
-        tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
-        if not RMS:
-            tl.store(
-                target + tl.num_programs(0).to(tl.int64) * columns,
-                tl.sum(of_bias, axis=0),
-                mask=column < columns,
-            )
+        blocks = tl.num_programs(0).to(tl.int64)
+        _store_sums(partial, block, blocks, column, columns, of_weight, of_bias, RMS)
 
 
 @triton.jit
@@ -410,11 +433,5 @@ def _columns_backward(
         gradient, h = _operands(dy, x, at, inside, centre[:, None], scale[:, None], C, RMS)
         of_weight += gradient * h
         of_bias += gradient
-    target = partial + block * columns + column
-    tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
-    if not RMS:
-        tl.store(
-            target + tl.num_programs(1).to(tl.int64) * columns,
-            tl.sum(of_bias, axis=0),
-            mask=column < columns,
-        )
+    blocks = tl.num_programs(1).to(tl.int64)
+    _store_sums(partial, block, blocks, column, columns, of_weight, of_bias, RMS)

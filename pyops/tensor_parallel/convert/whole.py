@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.agreement import gather
 from pyops.flat import Placement
 from pyops.tensor_parallel.convert.module_swap import laid_back
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
@@ -48,10 +49,9 @@ def whole_state_dict(model: nn.Module, *, group: RanksLike = None) -> dict[str, 
 
 
 def _whole(local: Tensor, module: nn.Module, place: Placement, ranks: Ranks) -> Tensor:
-    if place.dim is None:
+    if not place.cuts:
         return local.detach()
     parts = ranks.gather(local.detach().contiguous()).wait().chunk(ranks.size)
-    whole = torch.cat(parts[:: place.copies], place.dim).narrow(
-        place.dim, 0, place.global_shape[place.dim]
-    )
+    places = gather(place, group=ranks.group) if len(place.cuts) > 1 else None
+    whole = place.joined(parts, places)
     return laid_back(module, whole).contiguous()

@@ -47,7 +47,7 @@ def sync_partial_grads(model: nn.Module, *, group: RanksLike = None) -> None:
     flat = torch.zeros(sum(sizes), dtype=wide, device=partial[0][0].device)
     own = []
     for (p, place), n, slice_ in zip(partial, slots, flat.split(sizes), strict=True):
-        view = slice_.view(n, *p.shape)[ranks.rank // place.copies]
+        view = slice_.view(n, *p.shape)[place.index]
         own.append(view)
         if (gradient := _gradient(p)) is not None:
             view.copy_(gradient)

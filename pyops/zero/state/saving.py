@@ -231,7 +231,7 @@ def collect_model(
                 found[name] = ShardRange(
                     tuple(tensor.shape), where.start, where.stop, placement
                 ).shards(copies.get(id(tensor), piece.detach()))
-        elif placement is not None and placement.dim is not None:
+        elif placement is not None and placement.cuts:
             replica = communicator is not None and communicator.rank > 0
             found[name] = placement.shards(tensor.detach().reshape(-1), copy=replica)
         else:

@@ -77,7 +77,7 @@ class TensorParallelAxis:
         """Sum what each rank has of a gradient only in part, in one message for each dtype; in
         place."""
         partial: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
-        size, rank = self.communicator.size, self.communicator.rank
+        size = self.communicator.size
         for each in pieces:
             chunk = gradients.of_flat[each.flat][each.piece.bucket].chunk
             if (
@@ -88,7 +88,7 @@ class TensorParallelAxis:
             ):
                 continue
             # Ranks that hold other elements of the parameter send them side by side.
-            groups, index = size // each.placement.copies, rank // each.placement.copies
+            groups, index = size // each.placement.copies, each.placement.index
             partial.setdefault(chunk.dtype, []).append((chunk[each.piece.of_chunk], groups, index))
         for dtype, parts in partial.items():
             message = torch.zeros(

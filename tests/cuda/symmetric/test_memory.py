@@ -29,8 +29,8 @@ from pyops.comm.failure import CommunicationError
 from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.communication.symmetric import PAD_WORDS, Peers
 from pyops.ops.optimizers.grad_norm import squared_norm_reference
-from tests.cuda.symmetric.test_kernel import BF16, FP16, FP32, FP64, addresses, bits, buffers
-from tests.cuda.test_kernels import CODES, pointer
+from tests.cuda.symmetric.mapped_files import sum_of_rank
+from tests.cuda.symmetric.test_kernel import BF16, FP16, FP32, FP64, bits, buffers
 from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
@@ -82,27 +82,7 @@ class Ranks:
         norm: Tensor | None,
     ) -> None:
         self.launches.append(ctas)
-        pack = 16 // max(outs[0].element_size(), rows[0].element_size())
-        at = {t.data_ptr() // t.element_size() % pack for t in (*rows, *outs)}
-        self.kernels.emulated_symmetric_rank(
-            min(ctas, 2),
-            peers.rank,
-            self.size,
-            1,
-            addresses([rows]),
-            addresses([[*outs, *[None] * (self.size - len(outs))]]),
-            addresses([peers.pads]),
-            ctypes.c_int64(rows[0].numel()),
-            -min(at) % pack if len(at) == 1 else -1,
-            ctypes.c_double(scale),
-            CODES[outs[0].dtype],
-            CODES[rows[0].dtype],
-            pointer(norm),
-            pointer(whole),
-            ctypes.c_int64(whole.numel()),
-            pointer(peers.failure),
-            ctypes.c_int64(int(peers.timeout * 1e9)),
-        )
+        sum_of_rank(self.kernels, whole, outs, rows, peers, ctas=ctas, scale=scale, norm=norm)
 
     def run(self, body: Any) -> list[Any]:
         """body(communicator) on every rank; results, or what was raised, in the order of ranks."""

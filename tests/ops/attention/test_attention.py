@@ -15,7 +15,7 @@ from tests.ops.attention.cases import explicit, explicit_scores, heads, state_at
 from tests.ops.conftest import isa  # noqa: F401 - a fixture, found by name
 from tests.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.cpu_only  # no kernel for CUDA yet
+pytestmark = pytest.mark.cpu_only  # of CUDA: tests/ops/triton/interpret_attention.py
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

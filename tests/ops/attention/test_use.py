@@ -14,7 +14,7 @@ from pyops.ops import attention as ops
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, BlockLayout
 from tests.ops.attention.cases import state_at
 
-pytestmark = pytest.mark.cpu_only  # no kernel for CUDA yet
+pytestmark = pytest.mark.cpu_only  # of CUDA: tests/ops/triton/interpret_attention.py
 
 B, T, S, H, G, K = 2, 5, 7, 4, 2, 3
 

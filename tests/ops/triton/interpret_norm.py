@@ -109,6 +109,15 @@ def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
     forward_and_backward((29, 5), (F32, F32, F32), whole=True)
 
 
+def test_rows_on_their_way_while_one_is_summed(monkeypatch: pytest.MonkeyPatch):
+    """Blocks of one tile and of several; the weight is kept."""
+    monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 3)
+    monkeypatch.setattr(kernels, "TILE", 8)
+    monkeypatch.setattr(kernels, "STAGED", 8)
+    for rows in (2, 29):
+        forward_and_backward((rows, 7), (BF16, BF16, BF16), whole=True)
+
+
 @pytest.mark.parametrize("widest", [8192, 64])
 def test_a_large_mean_cancels_nothing(widest: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels, "WIDEST", widest)  # 64: rows in chunks

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.ahead import compile_launches
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -118,7 +119,52 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
+def attentions() -> Iterator[tuple[str, Callable[[], object]]]:
+    """All that hides but a layout, all that is added, and dropout."""
+    yield from attention_of(BF16, hides=True, num_keys=12)
+
+
+def more_attentions() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Nothing that hides; a layout; float64."""
+    yield from attention_of(F16, hides=False, soft_cap=0.0)
+    yield from attention_of(F32, hides=False, lists=True, soft_cap=0.0)
+    yield from attention_of(F64, hides=True)
+
+
+def attention_of(
+    dtype: torch.dtype, *, hides: bool, lists: bool = False, **changes: float
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.attention.operands import Operands
+    from pyops.ops.triton import attention as kernels
+    from tests.ops.attention.sample import attention_forward
+
+    (q, k, v, *operands), numbers = attention_forward(torch.device("cpu"))
+    given = Operands(*operands)._asdict()
+    masks = ("mask", "query_documents", "key_documents", "query_places", "key_places")
+    tables = ("row_counts", "row_indices", "column_counts", "column_indices")
+    absent = () if hides else ("bias", "table", "buckets", "slopes", "state", *masks)
+    absent += () if lists else tables
+    wide = F64 if dtype == F64 else F32
+    for name, x in given.items():
+        if name in absent or (name == "key_places" and "num_keys" in changes):
+            given[name] = None
+        elif name in ("table", "slopes"):
+            given[name] = x.to(wide)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    y, lse = torch.zeros_like(q), torch.zeros(2, 4, 6, dtype=wide)
+    options = {**numbers, **changes}
+    wanted = {"bias_grad": True, "table_grad": True}
+    yield f"{dtype}", lambda: kernels.attention_forward(q, k, v, *given.values(), **options)
+    yield (
+        f"{dtype}, backward",
+        lambda: kernels.attention_backward(
+            y, lse, y, lse, q, k, v, *given.values(), **wanted, **options
+        ),
+    )
+
+
 STEMS = {
+    "attention": attentions,
     "activation": activations,
     "dropout": dropouts,
     "rotary": rotaries,
@@ -127,9 +173,12 @@ STEMS = {
 }
 
 
-@pytest.mark.parametrize("stem", STEMS)
+MORE = {"more attention": more_attentions}
+
+
+@pytest.mark.parametrize("stem", [*STEMS, *map(full, MORE)])
 def test_kernels_compile_for_sm_90(stem: str):
-    for name, call in STEMS[stem]():
+    for name, call in (STEMS | MORE)[stem]():
         compiled = compile_launches(call)
         assert compiled, f"{name} launched nothing"
         assert all(

@@ -38,8 +38,8 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(nn.Module):
-    """scale, up (cut along rows, padded for 4 ranks), two copies of a gate, down (cut along
-    columns), bias.
+    """scale, up (cut along rows, padded for 4 ranks), two copies of a gate, on neighbors and far
+    apart, down (cut along columns), box (cut along both), bias.
 
     The input's edge is left out, so that each rank has only a part of the gradient of `scale`, as
     under sequence parallelism.
@@ -52,11 +52,23 @@ class Cut(nn.Module):
             (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
         )
         copies = 2 if ranks == 4 else 1
+        columns = 2 if ranks == 4 else 1
+        lines = ranks // columns
         self.placements = {
             "scale": Placement.whole((D,), rank=rank, ranks=ranks, partial=True),
             "up": Placement.cut((F, D), dim=0, rank=rank, ranks=ranks),
             "down": Placement.cut((OUT, F), dim=1, rank=rank, ranks=ranks),
             "gate": Placement.cut((2, D), dim=0, rank=rank, ranks=ranks, copies=copies),
+            "far": Placement.grid(
+                (2, D),
+                parts={0: (rank % (ranks // copies), ranks // copies)},
+                copy=rank // (ranks // copies),
+                copies=copies,
+                partial=True,
+            ),
+            "box": Placement.grid(
+                (4, D), parts={0: (rank // columns, lines), 1: (rank % columns, columns)}
+            ),
         }
         generator = torch.Generator().manual_seed(5)
         for name, placement in self.placements.items():
@@ -69,9 +81,13 @@ class Cut(nn.Module):
         hidden = torch.relu(x @ self.up.t())
         y = hidden @ self.down.t()
         copies = self.placements["gate"].copies
-        y = (
-            y + torch.relu(x @ self.gate.t()).sum(1, keepdim=True) / copies
-        )  # each copy does its share
+        for gate in (self.gate, self.far):  # each copy does its share
+            y = y + torch.relu(x @ gate.t()).sum(1, keepdim=True) / copies
+        place = self.placements["box"]
+        columns, first = place.cuts[1], place.cuts[0].start
+        box = x[:, columns.start : columns.stop] @ place.part(self.box).t()
+        weights = torch.arange(first, first + box.shape[1]) + 1.0  # each row counts otherwise
+        y = y + (box * weights.to(box.device)).sum(1, keepdim=True) / 10
         return (y if self.group is None else _Sum.apply(y, self.group)) + self.bias
 
 

@@ -1,0 +1,159 @@
+"""Tokens for heads: each rank gives all heads of its tokens, and gets some heads of all tokens.
+
+    rank 0   tokens 0-3, heads 0 1 2 3          tokens 0-7, heads 0 1
+    rank 1   tokens 4-7, heads 0 1 2 3    <->   tokens 0-7, heads 2 3
+
+DeepSpeed-Ulysses (Jacobs et al., arXiv:2309.14509). q, k and v go in one message, y in another.
+Ranks that do not divide the heads have one head more or less. Where there are fewer heads of keys
+than ranks, each goes to all ranks whose queries see it, and the gradients of its copies are summed
+in rank order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.context_parallel.peers import Peers, wide_dtype
+from pyops.context_parallel.problem import Heads
+
+__all__ = ["HeadExchange"]
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Ranks that exchange tokens for heads.
+
+    Raises:
+        ValueError: There are fewer heads than ranks.
+    """
+
+    peers: Peers
+    """The ranks."""
+    positions: tuple[Tensor, ...]
+    """int64 [n] for each rank: where its tokens stand among those of all these ranks, which are in
+    ascending order of their places."""
+    num_heads: int
+    """H, of the queries."""
+    num_kv_heads: int
+    """G, of keys and values."""
+
+    def heads(self, rank: int) -> Heads:
+        """The query heads that a rank gets."""
+        start, stop = (r * self.num_heads // self.peers.size for r in (rank, rank + 1))
+        return Heads(start, stop, self.num_heads)
+
+    def kv_heads(self, rank: int) -> slice:
+        """The heads of keys that a rank gets: those that its queries see."""
+        mine, each = self.heads(rank), self.num_heads // self.num_kv_heads
+        return slice(mine.start // each, (mine.stop - 1) // each + 1)
+
+    @property
+    def own(self) -> Heads:
+        """The query heads of this rank."""
+        return self.heads(self.peers.index)
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Own tokens, all heads -> all tokens, own heads.
+
+        Args:
+            q: [B, n, H, K].
+            k: [B, n, G, K].
+            v: [B, n, G, K].
+
+        Returns:
+            [B, ranks n, own H, K], and twice [B, ranks n, own G, K]. Where the own query heads do
+            not share those of keys evenly, each has a copy of its own.
+        """
+        q, k, v = _ToHeads.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        mine, each = self.own, self.num_heads // self.num_kv_heads
+        first = self.kv_heads(self.peers.index).start
+        of_query = [head // each - first for head in range(mine.start, mine.stop)]
+        H, G = len(of_query), k.shape[2]
+        if of_query != [head * G // H for head in range(H)] or H % G:
+            index = torch.tensor(of_query, device=k.device)
+            k, v = (x.index_select(2, index) for x in (k, v))
+        return q, k, v
+
+    def to_tokens(self, y: Tensor) -> Tensor:
+        """All tokens, own heads -> own tokens, all heads.
+
+        Args:
+            y: [B, ranks n, own H, K].
+
+        Returns:
+            [B, n, H, K].
+        """
+        found: Tensor = _ToTokens.apply(y, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def gather_tokens(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The exchange of `to_heads`, or of a gradient of `to_tokens`; q, k and v, or one."""
+        cuts = [self._cuts(rank) for rank in range(self.peers.size)]
+        parts = [
+            torch.cat([x[:, :, some].flatten() for x, some in zip(tensors, cut, strict=False)])
+            for cut in cuts
+        ]
+        own = cuts[self.peers.index][: len(tensors)]
+        shapes = [
+            (x.shape[0], x.shape[1], some.stop - some.start, x.shape[3])
+            for x, some in zip(tensors, own, strict=True)
+        ]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        n = tensors[0].shape[1] * self.peers.size
+        found = tuple(tensors[0].new_empty(s[0], n, s[2], s[3]) for s in shapes)
+        for rank, message in enumerate(self.peers.swap(parts, [sum(sizes)] * self.peers.size)):
+            for whole, part, shape in zip(found, message.split(sizes), shapes, strict=True):
+                whole.index_copy_(1, self.positions[rank], part.view(shape))
+        return found
+
+    def scatter_tokens(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The way back; what several ranks have of a head is summed."""
+        parts = [
+            torch.cat([x.index_select(1, positions).flatten() for x in tensors])
+            for positions in self.positions
+        ]
+        B, n, K = tensors[0].shape[0], len(self.positions[self.peers.index]), tensors[0].shape[3]
+        totals = (self.num_heads, self.num_kv_heads, self.num_kv_heads)[: len(tensors)]
+        cuts = [self._cuts(rank)[: len(tensors)] for rank in range(self.peers.size)]
+        sizes = [[B * n * (some.stop - some.start) * K for some in cut] for cut in cuts]
+        wide = wide_dtype(tensors[0].dtype)
+        found = [
+            torch.zeros((B, n, total, K), dtype=wide, device=tensors[0].device) for total in totals
+        ]
+        messages = self.peers.swap(parts, [sum(each) for each in sizes])
+        for cut, each, message in zip(cuts, sizes, messages, strict=True):
+            for whole, some, part in zip(found, cut, message.split(each), strict=True):
+                whole[:, :, some] += part.view(B, n, -1, K)
+        return tuple(whole.to(tensors[0].dtype) for whole in found)
+
+    def _cuts(self, rank: int) -> tuple[slice, slice, slice]:
+        mine, kv = self.heads(rank), self.kv_heads(rank)
+        return slice(mine.start, mine.stop), kv, kv
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: HeadExchange) -> Any:
+        ctx.exchange = exchange
+        return exchange.gather_tokens((q, k, v))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *ctx.exchange.scatter_tokens(gradients), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.scatter_tokens((y,))[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.exchange.gather_tokens((dy,))[0], None
