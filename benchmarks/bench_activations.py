@@ -1,7 +1,7 @@
 """What a transformer layer keeps for backward, counted, beside the formulas: alone, shared by
 ranks, and recomputed.
 
-    bytes per layer, 16-bit   s b h ( 8 + 24 / t ) + 4 a s b / t + 16 s b
+    bytes per layer, 16-bit   s b h ( 8 + 24 / t) + 4 a s b / t + 16 s b
                               shared by t ranks; with sequence parallelism all of it over t
     Megatron                  s b h (10 + 24 / t + 5 a s / (h t) )                  34 where t = 1
 
@@ -56,8 +56,9 @@ class Scheme:
     attention_dropout: bool = True
 
 
-def _sums(z: Sizes) -> float:
-    """The logarithm of the sum of each row of scores, in fp32."""
+def _lse(z: Sizes) -> float:
+    """The logarithm of the sum of each row of scores, in fp32, of which backward makes the
+    attention weights again."""
     return 4 * z.a * z.s * z.b
 
 
@@ -68,16 +69,16 @@ def _rest(z: Sizes) -> float:
 
 SCHEMES: dict[str, Scheme] = {
     "kept": Scheme(
-        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _sums(z) / t + _rest(z),
+        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _lse(z) / t + _rest(z),
         lambda z, t: z.s * z.b * z.h * (10 + 24 / t) + 5 * z.a * z.s**2 * z.b / t,
     ),
     "kept, sequence parallel": Scheme(
-        lambda z, t: (32 * z.s * z.b * z.h + _sums(z) + _rest(z)) / t,
+        lambda z, t: (32 * z.s * z.b * z.h + _lse(z) + _rest(z)) / t,
         lambda z, t: (34 * z.s * z.b * z.h + 5 * z.a * z.s**2 * z.b) / t,
         sequence_parallel=True,
     ),
     "no dropout of attention": Scheme(
-        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _sums(z) / t + _rest(z), None,
+        lambda z, t: z.s * z.b * z.h * (8 + 24 / t) + _lse(z) / t + _rest(z), None,
         attention_dropout=False,
     ),
     "core of attention recomputed": Scheme(
