@@ -360,6 +360,7 @@ def of_cuda(stem: str) -> None:
 
 
 def main() -> int:
+    known = [*TRITON, *WITH_PRODUCTS, *CUDA]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernel_facts",
         description="What the compiler made of the kernels.",
@@ -368,12 +369,11 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join([*TRITON, *WITH_PRODUCTS, *CUDA])}; all when none is given",
+        help=f"of {', '.join(known)}; all when none is given",
     )
-    names = parser.parse_args().names or [*TRITON, *WITH_PRODUCTS, *CUDA]
-    if unknown := sorted(set(names) - {*TRITON, *WITH_PRODUCTS, *CUDA}):
-        known = ", ".join([*TRITON, *WITH_PRODUCTS, *CUDA])
-        parser.error(f"no kernels called {', '.join(unknown)}; there are {known}")
+    names = parser.parse_args().names or known
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"no kernels called {', '.join(unknown)}; there are {', '.join(known)}")
     for name in names:
         (of_cuda if name in CUDA else of_triton)(name)
     return 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyops.ops import attention as ops
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, BlockLayout
 from tests.ops.attention.cases import explicit, heads, state_at
-from tests.ops.conftest import isa  # noqa: F401 - a fixture, found by name
+from tests.ops.conftest import ISAS, isa  # noqa: F401 - a fixture, found by name
 
 pytestmark = pytest.mark.cpu_only  # of CUDA: tests/ops/triton/interpret_attention.py
 
@@ -71,8 +71,8 @@ def test_heads_and_rows_of_a_whole(dtype: torch.dtype, device: torch.device, isa
 @pytest.mark.cpu_only
 def test_the_bits_depend_on_no_number_of_threads(isa: str):  # noqa: F811
     device, before = torch.device("cpu"), torch.get_num_threads()
-    # Of one head pieces of work go on for long enough to overtake each other
-    long = 330 if isa == "baseline" else 1100
+    # Pieces of work of one head go on for long enough to overtake each other
+    long = 2200 if isa == ISAS[-1] else 330
     for H, G, T, S in ((1, 1, long, long - 100), (4, 2, 330, 300)):
         qkv = qkv_of(T, S, B=1, H=H, G=G, device=device)
         found = []

@@ -104,7 +104,7 @@ def layout(block: int, num_heads: int, *, causal: bool) -> tuple[int, int, Atten
 def masks() -> dict[str, tuple[int, int, AttentionMask]]:
     ids = torch.tensor([0] * 20 + [1] * 35 + [-1] * 5 + [7] * 10, dtype=torch.int32)[None]
     keys = torch.ones(1, 70, dtype=torch.bool)
-    keys[:, 20:60] = False
+    keys[:, 20:50] = False  # not the padding
     order = torch.arange(70).mul(7).remainder(5).int()[None] - 1
     return {
         "causal and longer": (40, 90, AttentionMask(causal=True)),
