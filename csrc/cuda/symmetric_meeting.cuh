@@ -51,13 +51,15 @@ __device__ __forceinline__ bool wait_for(const Peers& peers, int peer, uint32_t 
     const uint32_t* word = &mine->arrived[blockIdx.x][peer];
     int64_t began = 0;
     for (;;) {
-        // A difference, because epochs wrap around.
-        if (static_cast<int32_t>(load_acquire(word) - when) >= 0) return true;
+        // First, because the others may have come: a rank that goes on beside them after a loss
+        // would say nothing of it.
         const uint32_t lost = load_acquire(&mine->lost);
         if (lost != 0) {
             store_release(peers.failure, lost);
             return false;
         }
+        // A difference, because epochs wrap around.
+        if (static_cast<int32_t>(load_acquire(word) - when) >= 0) return true;
         const int64_t now = nanoseconds();
         if (began == 0) began = now;
         if (now - began > peers.timeout) tell_of_loss(peers, peer);  // the next turn sees it
