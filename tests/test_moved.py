@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.comm import all_reduce
+from pyops.comm.collectives import communicator
 from pyops.comm.failure import CommunicationError
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
@@ -230,6 +232,44 @@ def test_all_ranks_hear_of_a_replaced_parameter_at_stage_3(world):
 
 def test_where_all_ranks_moved_the_group_is_as_good_as_before(world):
     for raised, after in world(2).run(_moved, "DataParallel", "half", (0, 1), False):
+        assert raised.startswith("ValueError: DataParallel: ")
+        assert after == "2.0"
+
+
+class _LateStore:
+    """A store as TCPStore: what is set gets there with the next question, here `delay` seconds
+    later."""
+
+    def __init__(self, store: dist.Store, delay: float) -> None:
+        self.store, self.delay, self.pending = store, delay, {}
+
+    def set(self, key: str, value: str) -> None:
+        self.pending[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        if self.pending:
+            time.sleep(self.delay)
+        for key, value in self.pending.items():
+            self.store.set(key, value)
+        self.pending = {}
+        return self.store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+
+def _moved_with_a_late_store(rank: int, group: dist.ProcessGroup) -> tuple[str, str]:
+    inner, stores = communicator.group_store, {}
+    delay = 0.0 if rank else 0.5
+    communicator.group_store = lambda g: stores.setdefault(id(g), _LateStore(inner(g), delay))
+    try:
+        return _moved(rank, group, "DataParallel", "half", (0, 1), False)
+    finally:
+        communicator.group_store = inner
+
+
+def test_the_note_of_a_rank_that_leaves_is_there_before_the_others_look(world):
+    for raised, after in world(2).run(_moved_with_a_late_store, timeout=15.0):
         assert raised.startswith("ValueError: DataParallel: ")
         assert after == "2.0"
 
