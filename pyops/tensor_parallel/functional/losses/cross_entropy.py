@@ -28,7 +28,7 @@ from pyops.ops.layers.cross_entropy import (
 )
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
-from pyops.tensor_parallel.functional.vocabulary_part import (
+from pyops.tensor_parallel.functional.losses.vocabulary_part import (
     CrossEntropyConfig,
     RowOptions,
     VocabularyPart,

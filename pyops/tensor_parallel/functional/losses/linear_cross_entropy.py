@@ -35,10 +35,10 @@ from pyops.ops.layers.cross_entropy import (
     reduce_losses,
     row_losses,
 )
-from pyops.tensor_parallel.functional.cross_entropy import refuse_together
+from pyops.tensor_parallel.functional.losses.cross_entropy import refuse_together
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
-from pyops.tensor_parallel.functional.vocabulary_part import (
+from pyops.tensor_parallel.functional.losses.vocabulary_part import (
     CrossEntropyConfig,
     RowOptions,
     VocabularyPart,
