@@ -56,6 +56,7 @@ from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParalle
 from pyops.tensor_parallel.layers.mlp import ParallelMLP
 from pyops.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.layers.relative_bias import RelativeBias
+from pyops.tensor_parallel.layers.row_cache import MemoryRows, RowCache, RowSpan
 
 __all__ = [
     "AttentionConfig",
@@ -68,6 +69,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropyConfig",
     "MLPConfig",
+    "MemoryRows",
     "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
@@ -76,8 +78,10 @@ __all__ = [
     "RelativeBias",
     "RelativeBiasConfig",
     "Report",
+    "RowCache",
     "RowConfig",
     "RowParallelLinear",
+    "RowSpan",
     "VocabParallelEmbedding",
     "accumulate_weight_gradient",
     "clip_grad_norm_",

@@ -49,6 +49,9 @@ class Seen(NamedTuple):
     """int32 [B, T]: a token sees its own document alone; -1 is padding."""
     layout: BlockLayout | None = None
     """Of a sparse pattern."""
+    places: tuple[Tensor, Tensor] | None = None
+    """int64 [T] and [S], places of queries and keys in the row, by which causality and distances
+    go; None: 0, 1, 2, ... for both."""
 
 
 class DistanceBias(NamedTuple):
@@ -125,7 +128,11 @@ def attend(
         v,
         scale=scale,
         mask=AttentionMask(
-            causal=seen.causal, keys=keys, documents=seen.documents, layout=seen.layout
+            causal=seen.causal,
+            keys=keys,
+            documents=seen.documents,
+            places=seen.places,
+            layout=seen.layout,
         ),
         bias=AttentionBias(scores, *distance),
         dropout=None
@@ -170,7 +177,8 @@ def attend_by_scores(
         dropout: of the attention weights.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    visible, added = _visible(q, k, seen), _bias(q, k, bias)
+    distance = _distance(q, k, seen.places)
+    visible, added = _visible(distance, seen), _bias(q, distance, bias)
     groups = q.shape[1] // k.shape[1]
     if dropout is None:
         if added is None:
@@ -234,19 +242,22 @@ def _check_mask(mask: Tensor | None) -> None:
         )
 
 
-def _distance(q: Tensor, k: Tensor) -> Tensor:
+def _distance(q: Tensor, k: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
     """int64 [T, S], the key's place less the query's."""
-    places = torch.arange(k.shape[2], device=q.device)
-    return places - torch.arange(q.shape[2], device=q.device)[:, None]
+    if places is None:
+        queries, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    else:
+        queries, keys = places
+    return keys - queries[:, None]
 
 
-def _visible(q: Tensor, k: Tensor, seen: Seen) -> Tensor | None:
+def _visible(distance: Tensor, seen: Seen) -> Tensor | None:
     """bool, which keys a query sees; None: all."""
     parts = []
     if seen.mask is not None:
         parts.append(seen.mask[:, None, None] if seen.mask.dim() == 2 else seen.mask[:, None])
     if seen.causal:
-        parts.append(_distance(q, k) <= 0)
+        parts.append(distance <= 0)
     if (ids := seen.documents) is not None:
         parts.append(((ids[:, :, None] == ids[:, None]) & (ids[:, None] >= 0))[:, None])
     if seen.layout is not None:
@@ -257,12 +268,12 @@ def _visible(q: Tensor, k: Tensor, seen: Seen) -> Tensor | None:
     return visible
 
 
-def _bias(q: Tensor, k: Tensor, bias: Tensor | DistanceBias | None) -> Tensor | None:
+def _bias(q: Tensor, distance: Tensor, bias: Tensor | DistanceBias | None) -> Tensor | None:
     """[1 or B, H, T, S] or [H, T, S] in the dtype of q."""
     if not isinstance(bias, DistanceBias):
         return None if bias is None else bias.to(q.dtype)
     found: Tensor | None = None
-    distance, most = _distance(q, k), bias.max_distance
+    most = bias.max_distance
     if bias.table is not None:
         buckets = relative_buckets(
             bias.table.shape[0],
