@@ -61,6 +61,7 @@ from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParalle
 from pyops.tensor_parallel.layers.mlp import ParallelMLP
 from pyops.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.layers.relative_bias import RelativeBias
+from pyops.tensor_parallel.layers.row_cache import MemoryRows, RowCache, RowSpan
 
 __all__ = [
     "AttentionConfig",
@@ -75,6 +76,7 @@ __all__ = [
     "LinearCrossEntropyConfig",
     "LinearLogits",
     "MLPConfig",
+    "MemoryRows",
     "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
@@ -83,8 +85,10 @@ __all__ = [
     "RelativeBias",
     "RelativeBiasConfig",
     "Report",
+    "RowCache",
     "RowConfig",
     "RowParallelLinear",
+    "RowSpan",
     "VocabParallelEmbedding",
     "accumulate_weight_gradient",
     "clip_grad_norm_",

@@ -89,6 +89,14 @@ FLOORS = {
         ["folder_loading", "folder_saving", "pretrained"],
         ["checkpoint_conversion"],
     ],
+    "models": [
+        ["config_checks", "context", "rotary"],
+        ["model_layout"],
+        ["vocabulary_head"],
+        ["bert", "gpt", "t5", "vit"],
+        ["classifier"],
+        ["generation"],
+    ],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],
