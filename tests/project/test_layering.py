@@ -111,7 +111,7 @@ FLOORS = {
     "parallel": [
         ["dropout", "fused_head", "optimizer_groups", "plan"],
         ["losses"],
-        ["batches", "stages"],
+        ["rows", "stages"],
         ["generation", "model_checks", "weights"],
         ["trainer"],
         ["composition"],
