@@ -158,7 +158,7 @@ class ContextRow:
             scale, soft_cap: As for `pyops.ops.attention.attention`.
             mask: Of the whole row, without places. A layout of blocks with "ulysses" alone.
             bias: Of the whole row; each rank computes with its own queries' rows.
-            dropout: Of the whole row: num_queries and num_keys are T.
+            dropout: Of the whole row: num_queries and num_keys are T without its padding.
 
         Returns:
             [B, n, H, K] in q's dtype.

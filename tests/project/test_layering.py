@@ -119,7 +119,7 @@ FLOORS = {
     "parallel": [
         ["dropout", "fused_head", "optimizer_groups", "plan"],
         ["losses"],
-        ["batches", "stages"],
+        ["rows", "stages"],
         ["generation", "model_checks", "weights"],
         ["trainer"],
         ["composition"],
