@@ -147,6 +147,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tensor_parallel.linear_cross_entropy": lambda: TP.linear_cross_entropy(
         torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64)
     ),
+    "tensor_parallel.linear_kl_divergence": lambda: divergence(),
     "tensor_parallel.parallelize": lambda: TP.parallelize(nn.TransformerEncoderLayer(8, 2)),
     "tensor_parallel.vocab_parallel_cross_entropy": lambda: TP.vocab_parallel_cross_entropy(
         torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
