@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.optim import AdamW
-from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, parallelize
+from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, composition, parallelize
 from pyops.parallel.rows.rows_trial import find_rows_plan
 from pyops.zero import ZeroConfig
 from tests.grids import full
@@ -45,7 +46,6 @@ FULL = [
     ("llama", 8, {"cp": 2, "cp_method": "ring", **SP, **STAGES, "zero": ZERO_3}),
     ("llama", 8, {"cp": 2, "cp_method": "ulysses", "tp": 2, "zero": ZERO_3}),
     ("llama", 2, {"cp": 2, "cp_method": "ring", "recompute": ("model.layers.*",)}),
-    ("llama", 2, {"cp": 2, "cp_method": "ring", "compile": True}),
 ]
 
 
@@ -65,6 +65,41 @@ def test_losses_do_not_depend_on_who_has_which_tokens(
     found = world(ranks).run(train_on_rank, name, ParallelPlan(**plan), DROPOUT[name], steps)
     for losses in found:
         close(losses, alone(name, steps))
+
+
+def compiled_on_rank(rank: int, group: object, backend: str, body: Any, *args: Any) -> Any:
+    """A body whose blocks are compiled by this backend; how many frames were, too."""
+
+    def compile_blocks(blocks: Any) -> None:
+        for block in blocks:
+            block.compile(backend=backend)
+
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    with mock.patch.object(composition, "compile_blocks", compile_blocks):
+        found = body(rank, group, *args)
+    return found, torch._dynamo.utils.counters["frames"]["ok"] - before
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "backend"),
+    [
+        full("llama", {"cp": 2, "cp_method": "ring"}, "aot_eager"),
+        full("gpt2", {"cp": 2, "cp_method": "ulysses", "num_microbatches": 2}, "aot_eager"),
+        full("bert", {"cp": 2, "cp_method": "gather"}, "aot_eager"),
+        full("llama", {"cp": 2, "cp_method": "ring"}, "inductor"),
+    ],
+)
+def test_blocks_are_compiled_around_the_exchange(
+    name: str, plan: dict[str, Any], backend: str, world: Any
+) -> None:
+    chosen = ParallelPlan(**plan, compile=True)
+    found = world(2).run(
+        compiled_on_rank, backend, train_on_rank, name, chosen, DROPOUT[name], 2, timeout=400.0
+    )
+    for losses, frames in found:
+        close(losses, alone(name, STEPS)[:2])
+        assert frames > 2, "nothing was compiled"
 
 
 class Attention(nn.Module):
@@ -150,6 +185,10 @@ def _train_net(plan: ParallelPlan) -> tuple[list[float], float]:
 
 
 def _train_net_on_rank(rank: int, group: object, plan: ParallelPlan) -> Any:
+    if plan.compile:
+        found, frames = compiled_on_rank(rank, group, "eager", lambda *_: _train_net(plan))
+        assert frames > 2, "nothing was compiled"
+        return found
     return _train_net(plan)
 
 
@@ -159,7 +198,7 @@ def _train_net_on_rank(rank: int, group: object, plan: ParallelPlan) -> Any:
         (2, {"cp": 2, "cp_method": "ring"}),
         full(2, {"cp": 2, "cp_method": "ulysses", "recompute": ("blocks.*",)}),
         full(4, {"cp": 4, "cp_method": "gather", "cp_order": "striped", "zero": ZERO_3}),
-        full(2, {"cp": 2, "compile": True}),
+        (2, {"cp": 2, "compile": True}),
     ],
 )
 def test_a_model_of_nobodys_library(ranks: int, plan: dict[str, Any], world: Any) -> None:
