@@ -242,6 +242,14 @@ class Pooled(Net):
         return super().forward(tokens, positions).mean(1)
 
 
+class OwnGradient(Net):
+    """Multiplies its gradient by how many tokens it is given."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        y = super().forward(tokens, positions)
+        return y + (y - y.detach()) * tokens.shape[1]
+
+
 class WithWeights(Net):
     """Asks for the weights of attention."""
 
@@ -270,6 +278,7 @@ class WithMask(WithWeights):
         (OwnProducts, "its outputs are not that of whole rows"),
         (OwnPlaces, "takes neither position_ids nor positions, and may number its tokens"),
         (Pooled, r"it returns a tensor \[4, 20\], not one result for each of the 8 tokens"),
+        (OwnGradient, "the gradient of tokens.weight is not that of whole rows"),
         (WithWeights, "asks for the weights of attention: call it with need_weights=False"),
         (WithMask, r"asks for a mask \[.*4, 4\] of this rank's own tokens: give is_causal"),
     ],
@@ -283,6 +292,34 @@ def test_what_ranks_would_not_see_is_refused(kind: Any, words: str) -> None:
         ValueError, match=f"(?s)cp is 2, but the tokens of {kind.__name__}.*{words}"
     ):
         find_rows_plan(kind(), [], ranks=2, method="gather", order="zigzag", example_inputs=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bloom", "takes neither position_ids nor positions"),
+        ("bert classifier", r"it returns a tensor \[2, 2\], not one result for each"),
+        full("roberta", "its outputs are not that of whole rows"),
+        full("vit", "channel"),
+    ],
+)
+def test_models_of_transformers_that_ranks_cannot_share(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        find_rows_plan(make_model(name), [], ranks=2, method="gather", order="zigzag")
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        ("mixtral", True),
+        ("opt", False),
+        *[full(name, True) for name in ("gemma2", "gemma3", "gpt-neox", "mistral", "phi", "phi3")],
+    ],
+)
+def test_models_of_transformers_that_ranks_share(name: str, documents: bool) -> None:
+    plan = find_rows_plan(make_model(name), [], ranks=3, method="ring", order="striped")
+    assert plan.registry
+    assert plan.documents == documents
 
 
 def _refused(rank: int, group: object) -> list[str]:
@@ -349,7 +386,8 @@ def _ends(plan: ParallelPlan, folder: Any = None) -> Any:
     model = make_model("llama", attention_dropout=0.0, attn_implementation="sdpa")
     trainer = parallelize(model, plan, optimizer=partial(AdamW, lr=LR), seed=7)
     losses = [trainer.step(_packed(step)) for step in range(3)]
-    mean = trainer.evaluate([own_rows(rows_for("llama", 50), 0, 1), _packed(51)])
+    short = {key: value[:, :3] for key, value in rows_for("llama", 52).items()}
+    mean = trainer.evaluate([own_rows(rows_for("llama", 50), 0, 1), _packed(51), short])
     text = trainer.generate(_packed(1)["input_ids"][:, :5], max_new_tokens=4)
     if folder is not None:
         trainer.save_pretrained(folder / "model")
