@@ -27,6 +27,7 @@ from pyops.tensor_parallel.functional.scores import (
     Seen,
     attend,
 )
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["ContextCore", "ContextDropout", "TokenContext"]
 
@@ -191,7 +192,13 @@ class ContextDropout(Dropout):
         """dropout(x + bias) + residual, as of Dropout."""
         if not self.training or self.p == 0.0 or self.state is None:
             return super().forward(x, bias, residual)
-        rows = (x if bias is None else x + bias.to(x.dtype)).reshape(-1, self.width)
+        y = self._dropped(x if bias is None else x + bias.to(x.dtype))
+        return y if residual is None else residual + y
+
+    @disable_dynamo
+    def _dropped(self, x: Tensor) -> Tensor:
+        assert self.state is not None
+        rows = x.reshape(-1, self.width)
         first = self.ranks.rank * len(rows) if self.sequence_parallel else 0
         key, offset = self.state.unbind()
         parts = [
@@ -204,8 +211,7 @@ class ContextDropout(Dropout):
             )
             for at, number, place, step in self.context.runs(self._length, first, len(rows))
         ]
-        y = torch.cat(parts).view(x.shape)
-        return y if residual is None else residual + y
+        return torch.cat(parts).view(x.shape)
 
 
 def _stretches(tokens: list[int]) -> Runs:

@@ -146,6 +146,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"plan": ParallelPlan(zero=ZeroConfig(stage=2))},
         ("plan.zero", "stage=1", "stage=2"),
     ),
+    "way of attention": (
+        {"plan": ParallelPlan(cp=2)},
+        {"plan": ParallelPlan(cp=2, cp_method="ring")},
+        ("plan.cp_method", "gather", "ring"),
+    ),
     "seed": ({"seed": 1}, {"seed": 2}, ("seed", "1", "2")),
     "loss": ({}, {"loss": (lambda o, b: o, lambda b: 1)}, ("loss", "None")),
     "model": ({"model": "gpt2"}, {"model": "llama"}, ("GPT2LMHeadModel", "LlamaForCausalLM")),

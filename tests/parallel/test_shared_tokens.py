@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.optim import AdamW
-from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, parallelize
+from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, composition, parallelize
 from pyops.parallel.rows.rows_trial import find_rows_plan
 from pyops.zero import ZeroConfig
 from tests.grids import full
@@ -45,7 +46,6 @@ FULL = [
     ("llama", 8, {"cp": 2, "cp_method": "ring", **SP, **STAGES, "zero": ZERO_3}),
     ("llama", 8, {"cp": 2, "cp_method": "ulysses", "tp": 2, "zero": ZERO_3}),
     ("llama", 2, {"cp": 2, "cp_method": "ring", "recompute": ("model.layers.*",)}),
-    ("llama", 2, {"cp": 2, "cp_method": "ring", "compile": True}),
 ]
 
 
@@ -65,6 +65,41 @@ def test_losses_do_not_depend_on_who_has_which_tokens(
     found = world(ranks).run(train_on_rank, name, ParallelPlan(**plan), DROPOUT[name], steps)
     for losses in found:
         close(losses, alone(name, steps))
+
+
+def compiled_on_rank(rank: int, group: object, backend: str, body: Any, *args: Any) -> Any:
+    """A body whose blocks are compiled by this backend; how many frames were, too."""
+
+    def compile_blocks(blocks: Any) -> None:
+        for block in blocks:
+            block.compile(backend=backend)
+
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    with mock.patch.object(composition, "compile_blocks", compile_blocks):
+        found = body(rank, group, *args)
+    return found, torch._dynamo.utils.counters["frames"]["ok"] - before
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "backend"),
+    [
+        full("llama", {"cp": 2, "cp_method": "ring"}, "aot_eager"),
+        full("gpt2", {"cp": 2, "cp_method": "ulysses", "num_microbatches": 2}, "aot_eager"),
+        full("bert", {"cp": 2, "cp_method": "gather"}, "aot_eager"),
+        full("llama", {"cp": 2, "cp_method": "ring"}, "inductor"),
+    ],
+)
+def test_blocks_are_compiled_around_the_exchange(
+    name: str, plan: dict[str, Any], backend: str, world: Any
+) -> None:
+    chosen = ParallelPlan(**plan, compile=True)
+    found = world(2).run(
+        compiled_on_rank, backend, train_on_rank, name, chosen, DROPOUT[name], 2, timeout=400.0
+    )
+    for losses, frames in found:
+        close(losses, alone(name, STEPS)[:2])
+        assert frames > 2, "nothing was compiled"
 
 
 class Attention(nn.Module):
@@ -150,6 +185,10 @@ def _train_net(plan: ParallelPlan) -> tuple[list[float], float]:
 
 
 def _train_net_on_rank(rank: int, group: object, plan: ParallelPlan) -> Any:
+    if plan.compile:
+        found, frames = compiled_on_rank(rank, group, "eager", lambda *_: _train_net(plan))
+        assert frames > 2, "nothing was compiled"
+        return found
     return _train_net(plan)
 
 
@@ -159,7 +198,7 @@ def _train_net_on_rank(rank: int, group: object, plan: ParallelPlan) -> Any:
         (2, {"cp": 2, "cp_method": "ring"}),
         full(2, {"cp": 2, "cp_method": "ulysses", "recompute": ("blocks.*",)}),
         full(4, {"cp": 4, "cp_method": "gather", "cp_order": "striped", "zero": ZERO_3}),
-        full(2, {"cp": 2, "compile": True}),
+        (2, {"cp": 2, "compile": True}),
     ],
 )
 def test_a_model_of_nobodys_library(ranks: int, plan: dict[str, Any], world: Any) -> None:
@@ -203,6 +242,14 @@ class Pooled(Net):
         return super().forward(tokens, positions).mean(1)
 
 
+class OwnGradient(Net):
+    """Multiplies its gradient by how many tokens it is given."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        y = super().forward(tokens, positions)
+        return y + (y - y.detach()) * tokens.shape[1]
+
+
 class WithWeights(Net):
     """Asks for the weights of attention."""
 
@@ -231,6 +278,7 @@ class WithMask(WithWeights):
         (OwnProducts, "its outputs are not that of whole rows"),
         (OwnPlaces, "takes neither position_ids nor positions, and may number its tokens"),
         (Pooled, r"it returns a tensor \[4, 20\], not one result for each of the 8 tokens"),
+        (OwnGradient, "the gradient of tokens.weight is not that of whole rows"),
         (WithWeights, "asks for the weights of attention: call it with need_weights=False"),
         (WithMask, r"asks for a mask \[.*4, 4\] of this rank's own tokens: give is_causal"),
     ],
@@ -244,6 +292,34 @@ def test_what_ranks_would_not_see_is_refused(kind: Any, words: str) -> None:
         ValueError, match=f"(?s)cp is 2, but the tokens of {kind.__name__}.*{words}"
     ):
         find_rows_plan(kind(), [], ranks=2, method="gather", order="zigzag", example_inputs=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bloom", "takes neither position_ids nor positions"),
+        ("bert classifier", r"it returns a tensor \[2, 2\], not one result for each"),
+        full("roberta", "its outputs are not that of whole rows"),
+        full("vit", "channel"),
+    ],
+)
+def test_models_of_transformers_that_ranks_cannot_share(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        find_rows_plan(make_model(name), [], ranks=2, method="gather", order="zigzag")
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        ("mixtral", True),
+        ("opt", False),
+        *[full(name, True) for name in ("gemma2", "gemma3", "gpt-neox", "mistral", "phi", "phi3")],
+    ],
+)
+def test_models_of_transformers_that_ranks_share(name: str, documents: bool) -> None:
+    plan = find_rows_plan(make_model(name), [], ranks=3, method="ring", order="striped")
+    assert plan.registry
+    assert plan.documents == documents
 
 
 def _refused(rank: int, group: object) -> list[str]:
@@ -310,7 +386,8 @@ def _ends(plan: ParallelPlan, folder: Any = None) -> Any:
     model = make_model("llama", attention_dropout=0.0, attn_implementation="sdpa")
     trainer = parallelize(model, plan, optimizer=partial(AdamW, lr=LR), seed=7)
     losses = [trainer.step(_packed(step)) for step in range(3)]
-    mean = trainer.evaluate([own_rows(rows_for("llama", 50), 0, 1), _packed(51)])
+    short = {key: value[:, :3] for key, value in rows_for("llama", 52).items()}
+    mean = trainer.evaluate([own_rows(rows_for("llama", 50), 0, 1), _packed(51), short])
     text = trainer.generate(_packed(1)["input_ids"][:, :5], max_new_tokens=4)
     if folder is not None:
         trainer.save_pretrained(folder / "model")
