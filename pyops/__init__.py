@@ -51,6 +51,7 @@ _ROOMS = frozenset(
         "hub",
         "hf",
         "elastic",
+        "adapters",
         "parallel",
         "plan",
         "config",

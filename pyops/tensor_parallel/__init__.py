@@ -53,6 +53,7 @@ from pyops.tensor_parallel.layers.layer_config import (
     RowConfig,
 )
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.layers.low_rank import LowRank
 from pyops.tensor_parallel.layers.mlp import ParallelMLP
 from pyops.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.layers.relative_bias import RelativeBias
@@ -68,6 +69,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "LinearCrossEntropyConfig",
+    "LowRank",
     "MLPConfig",
     "MemoryRows",
     "ParallelAttention",

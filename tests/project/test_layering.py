@@ -40,7 +40,7 @@ LAYERS = [
     ],
     ["models", "data"],
     ["hub", "elastic"],
-    ["parallel"],
+    ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "cli", "__main__"],
 ]
