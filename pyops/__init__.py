@@ -52,6 +52,7 @@ _ROOMS = frozenset(
         "distill",
         "hf",
         "elastic",
+        "adapters",
         "parallel",
         "plan",
         "config",

@@ -58,6 +58,7 @@ from pyops.tensor_parallel.layers.layer_config import (
     RowConfig,
 )
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.layers.low_rank import LowRank
 from pyops.tensor_parallel.layers.mlp import ParallelMLP
 from pyops.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.layers.relative_bias import RelativeBias
@@ -75,6 +76,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropyConfig",
     "LinearLogits",
+    "LowRank",
     "MLPConfig",
     "MemoryRows",
     "ParallelAttention",

@@ -175,6 +175,10 @@ def test_choosing():
     assert words([0.0, 0.49, 0.51, 0.99], temperature=1.0, top_p=0.5) == [1, 1, 2, 2]
     assert words([0.0, 0.99], temperature=1.0, top_p=0.25) == [1, 1]
     assert words([0.0, 0.74, 0.76], temperature=1.0, top_p=0.61) == [1, 2, 3]
+    # exactly: the first of 1/2, 1/4, 1/4 reaches 1/2, and no other is needed
+    halves = found([[math.log(2), 0.0, 0.0]], None)
+    options = GenerateOptions(temperature=1.0, top_p=0.5)
+    assert int(choose(halves, options, torch.tensor([0.99]).double()).words_R) == 0
     # of top_k = 3 the probabilities are 3/8, 3/8, 2/8: two of them reach 0.7
     assert words([0.0, 0.99], temperature=1.0, top_k=3, top_p=0.7) == [1, 2]
     assert words([0.2, 0.8], temperature=0.01) == [1, 2]

@@ -40,7 +40,7 @@ LAYERS = [
     ],
     ["models", "data"],
     ["hub", "elastic", "distill"],
-    ["parallel"],
+    ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "cli", "__main__"],
 ]

@@ -20,7 +20,7 @@ from pyops import random
 from pyops.models.generation.options import GenerateOptions
 from pyops.tensor_parallel import Ranks
 
-__all__ = ["Candidates", "Chosen", "candidates_of", "choose", "draws"]
+__all__ = ["Candidates", "Chosen", "candidates_of", "choose", "draws", "nucleus"]
 
 PLACES = 1 << 40  # numbers of the stream of draws that each row has
 
@@ -123,7 +123,7 @@ def choose(found: Candidates, options: GenerateOptions, uniform_R: Tensor) -> Ch
     else:
         p_RN = (found.values_RN / options.temperature).softmax(dim=1)
         if options.top_p < 1:
-            p_RN = p_RN.masked_fill(~_nucleus(p_RN, options.top_p), 0.0)
+            p_RN = p_RN.masked_fill(~nucleus(p_RN, options.top_p), 0.0)
         sums_RN = p_RN.cumsum(dim=1)
         at_R1 = torch.searchsorted(sums_RN, uniform_R[:, None] * sums_RN[:, -1:], right=True)
         at_R1 = at_R1.clamp(max=p_RN.shape[1] - 1)
@@ -131,8 +131,14 @@ def choose(found: Candidates, options: GenerateOptions, uniform_R: Tensor) -> Ch
     return Chosen(found.words_RN.gather(1, at_R1)[:, 0], values_R - found.log_sum_R)
 
 
-def _nucleus(p_RN: Tensor, top_p: float) -> Tensor:
-    """bool: the likeliest ones that sum up to top_p, that which reaches it among them."""
+def nucleus(p_RN: Tensor, top_p: float) -> Tensor:
+    """bool [R, N]: the likeliest words whose probabilities sum up to top_p, that which reaches it
+    among them; of equal ones the first.
+
+    Args:
+        p_RN: Probabilities.
+        top_p: Above 0.
+    """
     sorted_RN, order_RN = p_RN.sort(dim=1, descending=True, stable=True)
     before_RN = sorted_RN.cumsum(dim=1) - sorted_RN
     return torch.zeros_like(p_RN, dtype=torch.bool).scatter(1, order_RN, before_RN < top_p)

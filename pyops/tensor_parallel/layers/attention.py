@@ -32,12 +32,15 @@ from pyops.ops.attention import BlockLayout
 from pyops.ops.layers.dropout import dropout_state
 from pyops.ops.layers.rotary import rotary as turn
 from pyops.tensor_parallel.functional.keywords import check_probability, refuse_keywords
-from pyops.tensor_parallel.functional.products import column_products
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.scores import Core, DistanceBias, ScoreDropout, Seen
 from pyops.tensor_parallel.layers.kv_cache import KVCache
 from pyops.tensor_parallel.layers.layer_config import AttentionConfig, ColumnConfig, RowConfig
-from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_outputs,
+)
 from pyops.tensor_parallel.layers.row_cache import MemoryRows, RowCache
 
 __all__ = ["ParallelAttention", "check_heads"]
@@ -307,9 +310,7 @@ class ParallelAttention(nn.Module):
                 q, k, v = self._tokens(self.qkv(x), shape).unflatten(-1, (-1, 3, K)).unbind(3)
                 return q, k, v
             # One gather of x, and one sum of its gradient, for both.
-            q, kv = column_products(
-                x, [self.q.weight, self.kv.weight], [self.q.bias, self.kv.bias], self.plan
-            )
+            q, kv = column_outputs(x, [self.q, self.kv])
             memory_shape = shape
         else:
             if memory is None:
