@@ -271,14 +271,17 @@ class GPTBlock(nn.Module):
     ) -> Tensor:
         shape = self.layout.own_shape(shape)
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
-        turns = None
-        if self.rotary is not None:
+        span = past.span if isinstance(past, RowCache) else None
+        turns = None if span is None else span.turns
+        if self.rotary is not None and turns is None:
             place_BT = places_of(documents_BT, positions_BT)
             if place_BT is None:
                 place_BT = self.layout.shared_places(length, x.device)
             else:
                 place_BT = self.layout.own_tokens(place_BT)
             turns = self.rotary(length, first=first, positions_BT=place_BT)
+            if span is not None:
+                span.turns = turns
         y = self.attention(self.norm1(x), shape=shape, mask=documents_BT, rotary=turns, past=past)
         y = self.dropout1(*y, residual=x)
         result: Tensor = self.dropout2(*self.mlp(self.norm2(y)), residual=y)

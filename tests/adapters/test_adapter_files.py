@@ -77,7 +77,9 @@ def test_what_peft_saved_is_read(base, tmp_path):
     into one of transformers; then saved anew and read again."""
     peft = pytest.importorskip("peft")
     family, folder, _ = base
-    targets = ["q_proj", "v_proj", "down_proj"] if family == "llama" else ["c_attn", "c_fc"]
+    targets = (
+        ["k_proj", "v_proj", "up_proj", "gate_proj"] if family == "llama" else ["c_attn", "c_fc"]
+    )
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets)
     wrapped = peft.get_peft_model(transformers_model(family), config).eval()
     for name, parameter in wrapped.named_parameters():

@@ -190,19 +190,36 @@ class _Run:
         queue = PromptQueue(iter(prompts), lambda i, prompt: self._text(i, prompt, checked))
         waiting: dict[int, GeneratedRow] = {}
         following = self.options.first_row
+        turns = self._turns(queue)
+        running = True
+        while running:
+            # The model is in eval mode, and nothing kept for backward, until a row is handed out.
+            with computing(self.decoder.model), self._inference():
+                while running and following not in waiting:
+                    ended = next(turns, None)
+                    running = ended is not None
+                    waiting.update((row.number, row) for row in ended or ())
+            while following in waiting:
+                yield waiting.pop(following)
+                following += 1
+
+    def _inference(self) -> AbstractContextManager[None]:
+        """One process needs nothing of autograd's; what threads of collectives write must be
+        tensors of every mode."""
+        alone = self.stages.count == self.decoder.ranks.size == 1
+        return torch.inference_mode() if alone else nullcontext()
+
+    def _turns(self, queue: PromptQueue) -> Iterator[list[GeneratedRow]]:
+        """What ended with the turn before, of each turn of each group."""
         before: list[Tensor | None] = [None] * len(self.groups)
         running = True
         while running:
             running = False
             for group in self.groups:
-                with computing(self.decoder.model):
-                    ended = self._take(group, before[group.number])
-                    before[group.number] = self._turn(group, queue)
+                ended = self._take(group, before[group.number])
+                before[group.number] = self._turn(group, queue)
                 running |= bool(group.texts)
-                waiting.update((row.number, row) for row in ended)
-                while following in waiting:
-                    yield waiting.pop(following)
-                    following += 1
+                yield ended
         self.stages.finish()
 
     def _text(self, number: int, prompt: Any, checked: bool) -> Text:

@@ -212,12 +212,12 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """y; with config.skip_bias (y without the bias, the bias or None)."""
-        place = self.placements["weight"]
         if self.scatter_input and self.plan.ranks.size > 1:
             _check_width(x, self.in_features, self)
+            place = self.placements["weight"]
             missing = place.length * self.plan.ranks.size - self.in_features
             x = scatter(nn.functional.pad(x, (0, missing)), dim=-1, group=self.plan.ranks)
-        _check_width(x, place.length, self)
+        _check_width(x, self.weight.shape[-1], self)
         more, adapter = None, self.adapter
         if adapter is not None and adapter.enabled:
             more = (adapter.scale * adapter.down(x), adapter.factor("B", x))

@@ -62,6 +62,8 @@ class RowSpan:
         self.places_RT = first_R[:, None] + torch.arange(num_tokens, device=device)
         """int64 [R, T]: the place of each new token in its row."""
         self.row_R = torch.arange(self.begin, self.end, device=device) if self.ragged else None
+        self.turns: tuple[Tensor, Tensor] | None = None
+        """Rotary tables of these places, where a layer has made them: they serve all layers."""
         self.mask_RS: Tensor | None = None
         """bool [R, keys]: which keys each row has; None: all have all."""
         if self.ragged:
