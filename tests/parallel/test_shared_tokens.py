@@ -12,9 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.context_parallel import ContextRanks
+from pyops.mesh import ALONE
+from pyops.models.context import TokenContext
 from pyops.optim import AdamW
 from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, composition, parallelize
+from pyops.parallel.losses import LabelLoss
 from pyops.parallel.rows.rows_trial import find_rows_plan
+from pyops.parallel.rows.shared_tokens import SharedTokens
 from pyops.zero import ZeroConfig
 from tests.grids import full
 from tests.parallel.test_trainer import DROPOUT, LR, alone, close, own_rows, rows_for, train_on_rank
@@ -309,17 +314,43 @@ def test_models_of_transformers_that_ranks_cannot_share(name: str, words: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "documents"),
+    ("name", "documents", "holes"),
     [
-        ("mixtral", True),
-        ("opt", False),
-        *[full(name, True) for name in ("gemma2", "gemma3", "gpt-neox", "mistral", "phi", "phi3")],
+        ("mixtral", True, True),
+        ("opt", False, False),
+        *[
+            full(name, True, True)
+            for name in ("gemma2", "gemma3", "gpt-neox", "mistral", "phi", "phi3")
+        ],
     ],
 )
-def test_models_of_transformers_that_ranks_share(name: str, documents: bool) -> None:
+def test_models_of_transformers_that_ranks_share(name: str, documents: bool, holes: bool) -> None:
     plan = find_rows_plan(make_model(name), [], ranks=3, method="ring", order="striped")
     assert plan.registry
-    assert plan.documents == documents
+    assert (plan.documents, plan.holes) == (documents, holes)
+
+
+def test_what_a_model_does_not_take_is_refused_by_batch() -> None:
+    context = TokenContext(ContextRanks.of(ALONE), "zigzag")
+    tokens = SharedTokens(
+        context,
+        ("input_ids", "attention_mask", "position_ids"),
+        whole_mask=True,
+        documents=False,
+        holes=False,
+    )
+    ids = torch.arange(6).expand(2, -1)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    loss = LabelLoss(shifts=True)
+    tokens.check({"input_ids": ids, "labels": ids, "attention_mask": mask}, loss)
+    for more, words in (
+        ({"attention_mask": mask.flip(1)}, "leaves out tokens before others"),
+        ({"position_ids": ids % 3}, "this model does not keep documents apart"),
+        ({"position_ids": ids % 3, "attention_mask": mask}, "leave the mask out"),
+        ({"past_key_values": ids}, "the batch has 'past_key_values'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tokens.check({"input_ids": ids, "labels": ids, **more}, loss)
 
 
 def _refused(rank: int, group: object) -> list[str]:
