@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.context_parallel import ContextRanks
+from pyops.comm.collectives.transport import run_virtual
+from pyops.context_parallel import ContextRanks, Order
 from pyops.mesh import ALONE
 from pyops.models.context import TokenContext
 from pyops.optim import AdamW
 from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, composition, parallelize
 from pyops.parallel.losses import LabelLoss
-from pyops.parallel.rows.rows_trial import find_rows_plan
+from pyops.parallel.rows.rows_trial import find_rows_plan, share_tokens
 from pyops.parallel.rows.shared_tokens import SharedTokens
 from pyops.zero import ZeroConfig
 from tests.grids import full
@@ -211,6 +213,24 @@ def test_a_model_of_nobodys_library(ranks: int, plan: dict[str, Any], world: Any
     for losses, mean in world(ranks).run(_train_net_on_rank, ParallelPlan(**plan)):
         close(losses, expected)
         assert mean == pytest.approx(evaluated, abs=1e-5)
+
+
+def test_layers_of_torch_take_no_short_cut_without_gradients() -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    batch = {"tokens": _text(0)["tokens"]}
+    plan = find_rows_plan(net, [], ranks=2, method="ring", order="zigzag", example_inputs=batch)
+    copies = [copy.deepcopy(net) for _ in range(2)]
+
+    def body(transport: Any) -> Tensor:
+        context = TokenContext(ContextRanks.of(transport, method="ring"), "zigzag")
+        tokens, _ = share_tokens(copies[transport.rank], plan, context)
+        with torch.no_grad():
+            return copies[transport.rank](**tokens.own(batch))
+
+    whole = Order.of("zigzag", length=8, ranks=2).unshard(run_virtual(2, body))
+    with torch.no_grad():
+        torch.testing.assert_close(whole, net(**batch))
 
 
 class Convolution(Net):
