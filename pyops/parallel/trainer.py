@@ -378,7 +378,7 @@ class Trainer:
             prompt: Tokens [rows, T]; or {"input_ids": ..., "attention_mask": ...}, where shorter
                 rows are padded on the left (for an encoder anywhere).
             options: Fields of `GenerationOptions`: max_new_tokens=20, temperature=0.0, top_k=0,
-                seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
+                top_p=1.0, seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
 
         Returns:
             The tokens on every rank: [rows, T + n], prompt included; of an encoder and a decoder

@@ -39,8 +39,8 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data"],
-    ["hub", "elastic"],
-    ["parallel"],
+    ["hub", "elastic", "distill"],
+    ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "cli", "__main__"],
 ]
@@ -88,6 +88,14 @@ FLOORS = {
         ["architectures"],
         ["folder_loading", "folder_saving", "pretrained"],
         ["checkpoint_conversion"],
+    ],
+    "models": [
+        ["config_checks", "context", "rotary"],
+        ["model_layout"],
+        ["vocabulary_head"],
+        ["bert", "coatnet", "gpt", "t5", "vit"],
+        ["classifier"],
+        ["generation"],
     ],
     "onebit": [
         ["config", "steps"],
