@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,9 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.comm.collectives.transport import run_virtual
+from pyops.context_parallel import ContextRanks, Order
+from pyops.mesh import ALONE
+from pyops.models.context import TokenContext
 from pyops.optim import AdamW
 from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, composition, parallelize
-from pyops.parallel.rows.rows_trial import find_rows_plan
+from pyops.parallel.losses import LabelLoss
+from pyops.parallel.rows.rows_trial import find_rows_plan, share_tokens
+from pyops.parallel.rows.shared_tokens import SharedTokens
 from pyops.zero import ZeroConfig
 from tests.grids import full
 from tests.parallel.test_trainer import DROPOUT, LR, alone, close, own_rows, rows_for, train_on_rank
@@ -208,6 +215,24 @@ def test_a_model_of_nobodys_library(ranks: int, plan: dict[str, Any], world: Any
         assert mean == pytest.approx(evaluated, abs=1e-5)
 
 
+def test_layers_of_torch_take_no_short_cut_without_gradients() -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    batch = {"tokens": _text(0)["tokens"]}
+    plan = find_rows_plan(net, [], ranks=2, method="ring", order="zigzag", example_inputs=batch)
+    copies = [copy.deepcopy(net) for _ in range(2)]
+
+    def body(transport: Any) -> Tensor:
+        context = TokenContext(ContextRanks.of(transport, method="ring"), "zigzag")
+        tokens, _ = share_tokens(copies[transport.rank], plan, context)
+        with torch.no_grad():
+            return copies[transport.rank](**tokens.own(batch))
+
+    whole = Order.of("zigzag", length=8, ranks=2).unshard(run_virtual(2, body))
+    with torch.no_grad():
+        torch.testing.assert_close(whole, net(**batch))
+
+
 class Convolution(Net):
     """Mixes neighbors."""
 
@@ -309,17 +334,43 @@ def test_models_of_transformers_that_ranks_cannot_share(name: str, words: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "documents"),
+    ("name", "documents", "holes"),
     [
-        ("mixtral", True),
-        ("opt", False),
-        *[full(name, True) for name in ("gemma2", "gemma3", "gpt-neox", "mistral", "phi", "phi3")],
+        ("mixtral", True, True),
+        ("opt", False, False),
+        *[
+            full(name, True, True)
+            for name in ("gemma2", "gemma3", "gpt-neox", "mistral", "phi", "phi3")
+        ],
     ],
 )
-def test_models_of_transformers_that_ranks_share(name: str, documents: bool) -> None:
+def test_models_of_transformers_that_ranks_share(name: str, documents: bool, holes: bool) -> None:
     plan = find_rows_plan(make_model(name), [], ranks=3, method="ring", order="striped")
     assert plan.registry
-    assert plan.documents == documents
+    assert (plan.documents, plan.holes) == (documents, holes)
+
+
+def test_what_a_model_does_not_take_is_refused_by_batch() -> None:
+    context = TokenContext(ContextRanks.of(ALONE), "zigzag")
+    tokens = SharedTokens(
+        context,
+        ("input_ids", "attention_mask", "position_ids"),
+        whole_mask=True,
+        documents=False,
+        holes=False,
+    )
+    ids = torch.arange(6).expand(2, -1)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    loss = LabelLoss(shifts=True)
+    tokens.check({"input_ids": ids, "labels": ids, "attention_mask": mask}, loss)
+    for more, words in (
+        ({"attention_mask": mask.flip(1)}, "leaves out tokens before others"),
+        ({"position_ids": ids % 3}, "this model does not keep documents apart"),
+        ({"position_ids": ids % 3, "attention_mask": mask}, "leave the mask out"),
+        ({"past_key_values": ids}, "the batch has 'past_key_values'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tokens.check({"input_ids": ids, "labels": ids, **more}, loss)
 
 
 def _refused(rank: int, group: object) -> list[str]:

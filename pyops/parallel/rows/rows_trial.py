@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class RowsPlan:
     """Whether its attention goes by transformers' registry."""
     documents: bool
     """Whether positions that begin anew keep documents apart."""
+    holes: bool
+    """Whether attention_mask may leave out tokens before others, and not at the end alone."""
     classes: frozenset[str]
     """Of modules that call torch's attention functions, where it does not."""
 
@@ -62,7 +64,13 @@ def share_tokens(
         What cuts its batches; and what puts back what is not the modules' own.
     """
     accepted = frozenset(inspect.signature(model.forward).parameters)
-    tokens = SharedTokens(context, accepted, whole_mask=plan.registry, documents=plan.documents)
+    tokens = SharedTokens(
+        context,
+        accepted,
+        whole_mask=plan.registry,
+        documents=plan.documents,
+        holes=plan.holes,
+    )
     if not plan.registry:
         share_functions(model, context, plan.classes)
         return tokens, lambda: None
@@ -154,23 +162,22 @@ class _Trial:
         """
         small.requires_grad_(True)
         if tells_places(small) and _goes_by_registry(small):
-            plan = RowsPlan(registry=True, documents=False, classes=frozenset())
-            self.compare(small, plan, _with_hidden_keys(given))
-            return RowsPlan(True, self._keeps_documents(small, given), frozenset())
+            plan = RowsPlan(registry=True, documents=True, holes=True, classes=frozenset())
+            self.compare(small, plan, _with_hidden_keys(given, slice(-3, None)))
+            return replace(
+                plan,
+                documents=self._fits(small, plan, _with_documents(given)),
+                holes=self._fits(small, plan, _with_hidden_keys(given, slice(1, 3))),
+            )
         with torch.no_grad():
             classes = classes_that_attend(small, lambda: small(**given))
-        plan = RowsPlan(registry=False, documents=False, classes=classes)
+        plan = RowsPlan(registry=False, documents=False, holes=False, classes=classes)
         self.compare(small, plan, given)
         return plan
 
-    def _keeps_documents(self, small: nn.Module, given: dict[str, Any]) -> bool:
-        tokens = given["input_ids"]
-        half = tokens.shape[1] // 2 - 1
-        places = torch.arange(tokens.shape[1])
-        places = torch.where(places < half, places, places - half).expand(len(tokens), -1)
-        plan = RowsPlan(registry=True, documents=True, classes=frozenset())
+    def _fits(self, small: nn.Module, plan: RowsPlan, given: dict[str, Any]) -> bool:
         try:
-            self.compare(small, plan, {**given, "position_ids": places})
+            self.compare(small, plan, given)
         except ValueError:
             return False
         return True
@@ -262,12 +269,20 @@ def _goes_by_registry(small: nn.Module) -> bool:
     return can is not None and bool(can())
 
 
-def _with_hidden_keys(given: dict[str, Any]) -> dict[str, Any]:
-    """With a mask that leaves the last tokens of a row out."""
-    tokens = given["input_ids"]
-    mask = torch.ones_like(tokens, dtype=torch.int64)
-    mask[-1, -3:] = 0
+def _with_hidden_keys(given: dict[str, Any], hidden: slice) -> dict[str, Any]:
+    """With a mask that leaves tokens of the last row out."""
+    mask = torch.ones_like(given["input_ids"], dtype=torch.int64)
+    mask[-1, hidden] = 0
     return {**given, MASK: mask}
+
+
+def _with_documents(given: dict[str, Any]) -> dict[str, Any]:
+    """With two documents in each row, told by positions."""
+    tokens = given["input_ids"]
+    half = tokens.shape[1] // 2 - 1
+    places = torch.arange(tokens.shape[1])
+    places = torch.where(places < half, places, places - half)
+    return {**given, "position_ids": places.expand(len(tokens), -1)}
 
 
 def _outputs(output: Any) -> list[Tensor]:

@@ -58,6 +58,7 @@ class SharedTokens:
             transformers.
         documents: Whether the model takes positions that begin anew for documents, of which none
             sees another.
+        holes: Whether attention_mask may leave out tokens before others.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class SharedTokens:
         *,
         whole_mask: bool,
         documents: bool = False,
+        holes: bool = True,
     ) -> None:
         self.context, self.accepted = context, frozenset(accepted)
-        self.whole_mask, self.documents = whole_mask, documents
+        self.whole_mask, self.documents, self.holes = whole_mask, documents, holes
         self.places = places_argument(self.accepted)
 
     def length(self, batch: Batch) -> int:
@@ -121,6 +123,13 @@ class SharedTokens:
                 f"attention_mask is {list(mask.shape)}; with context parallelism give that of "
                 f"whole rows, [rows, {T}]"
             )
+        if self.whole_mask and isinstance(mask, Tensor) and not self.holes:
+            seen = mask.bool()
+            if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
+                raise ValueError(
+                    "attention_mask leaves out tokens before others, and this model counts its "
+                    "places by it; pad rows at their end, or give a plan with cp=1"
+                )
         places = None if self.places is None else batch.get(self.places)
         if self.whole_mask and isinstance(places, Tensor) and is_packed(places):
             if mask is not None:
@@ -131,7 +140,7 @@ class SharedTokens:
             if not self.documents:
                 raise ValueError(
                     "position_ids begin anew within rows, and this model does not keep documents "
-                    "apart by them; leave position_ids out, or give plan cp=1"
+                    "apart by them; leave position_ids out, or give a plan with cp=1"
                 )
 
     def own(self, batch: Batch, *, loss: CountedLoss | None = None) -> dict[str, Any]:
