@@ -141,7 +141,17 @@ class CoAtNet(nn.Module):
 
     def keep_layers(self, numbers: Collection[int]) -> None:
         """Let go of all `layers()` but these, for a rank that has a part of the model: names stay
-        those of the whole."""
+        those of the whole.
+
+        Raises:
+            ValueError: For a norm of "batch", which a pipeline would apply to a micro-batch.
+        """
+        if self.config.norm == "batch":
+            raise ValueError(
+                "norm is 'batch', but a stage of a pipeline sees a micro-batch at a time, so that "
+                "the result would depend on how many there are; set norm to 'layer', or to "
+                "'ghost' with a ghost_size that divides a micro-batch"
+            )
         last = self.config.num_layers + 1
         for i in range(self.config.num_layers):
             if i + 1 not in numbers:
