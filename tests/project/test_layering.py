@@ -89,6 +89,13 @@ FLOORS = {
         ["folder_loading", "folder_saving", "pretrained"],
         ["checkpoint_conversion"],
     ],
+    "models": [
+        ["config_checks", "context", "rotary", "sampling"],
+        ["model_layout"],
+        ["vocabulary_head"],
+        ["bert", "coatnet", "gpt", "t5", "vit"],
+        ["classifier"],
+    ],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],
