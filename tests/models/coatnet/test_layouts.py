@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pyops.flat import Placement
@@ -82,6 +83,32 @@ def test_loss_and_gradients_are_those_of_one_rank(world, ranks, options):
             torch.testing.assert_close(part, whole[where], rtol=1e-10, atol=1e-11)
         assert (held > 0).all(), f"no rank holds some of {name}"
     assert cut > 10, "nothing is shared, so this shows nothing"
+
+
+def batch_statistics(rank: int, group: Any) -> dict[str, Tensor]:
+    """Summed gradients of unequal parts of a batch, and running statistics."""
+    model = make(batch_group=group, pre_norm_act=True, stochastic_depth=0.3)
+    ranks = 1 if group is ALONE else dist.get_world_size(group)
+    part = slice(None) if ranks == 1 else (slice(0, 3), slice(3, BATCH))[rank]
+    images, labels = (each[part] for each in images_of())
+    model.set_dropout(len(labels), seed=9, step=3, first_row=part.start or 0)
+    loss = model.loss(images, labels, reduction="sum") / BATCH
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if ranks > 1:
+        for value in found.values():
+            dist.all_reduce(value, group=group)
+    return found | {name: b for name, b in model.named_buffers() if "running" in name}
+
+
+def test_norms_of_a_batch_take_the_images_of_all_ranks(world):
+    wanted = batch_statistics(0, ALONE)
+    for found in world(2).run(batch_statistics):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert value.abs().max() > 1e-9, f"{name} is 0, so this shows nothing"
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11)
 
 
 PLANS = {
