@@ -114,7 +114,7 @@ class GroupBatchNorm2d(nn.Module):
         if not self.training:
             rstd = (self.running_var.double() + self.eps).rsqrt()
             fixed = (self.running_mean.double(), rstd)
-            return _Normalized.apply(x, self.weight, self.bias, *fixed, None, None)
+            return self._apply_statistics(x, *fixed)
         if self.mode == "batch":
             return self._normalized(x, self.ranks, x)
         assert self.ghost_size is not None
@@ -141,7 +141,19 @@ class GroupBatchNorm2d(nn.Module):
             rstd = (squares / count + self.eps).rsqrt()
             if not in_backward():
                 self._count(mean, squares / (count - 1), batch)
-        return _Normalized.apply(x, self.weight, self.bias, mean, rstd, ranks, count)
+        return self._apply_statistics(x, mean, rstd, ranks, count)
+
+    def _apply_statistics(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        ranks: Ranks | None = None,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        given = (x, self.weight, self.bias, mean, rstd, ranks, count)
+        result: Tensor = _Normalized.apply(*given)  # type: ignore[no-untyped-call]
+        return result
 
     def _count(self, mean: Tensor, variance: Tensor, batch: Tensor) -> None:
         """Take the statistics of a part of a step into the running ones."""
