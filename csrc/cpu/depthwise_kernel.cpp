@@ -1,10 +1,11 @@
 // Depthwise 3 x 3 convolution with the channels last. A register holds neighbouring channels of a
 // pixel; a block of pixels in a row shares what it reads:
 //
-//   forward    y[o]  = sum of tap x        4 outputs of one row: 18 registers read for 36 products
+//   forward    y[o]  = sum of tap x        8 outputs of one row: 30 registers read for 72 products
 //   backward   dx[h] = sum of tap dy       both from the same numbers of dy: x and dy are read once
 //              dtap  = sum of x dy
 //
+// The channels of a block are gone through before the next one, so that memory is read in stretches.
 // Every sum goes by rows, taps and columns in their order, whatever the block: the bits of an image
 // don't depend on its neighbours, nor on threads.
 #include "../math/activation.h"
@@ -16,63 +17,68 @@ namespace pyops::PYOPS_ISA {
 namespace {
 
 #define PYOPS_INLINE __attribute__((always_inline))
-#define PYOPS_UNROLL _Pragma("GCC unroll 8")
+#define PYOPS_UNROLL _Pragma("GCC unroll 32")
 
 constexpr int64_t PIXELS_IN_A_SUM = 128;  // added up in fp32, about, before they go into float64
 
-struct Lines {
-    int64_t in, out, channels;  // pixels of a row of x and of y; numbers from a pixel to the next
-};
-
 // P outputs from column `o` on. LEFT, RIGHT: the first, the last column read is beyond the image.
 template <int STRIDE, int P, bool LEFT, bool RIGHT, typename V, typename T>
-inline PYOPS_INLINE void forward_block(const T* const* rows, const V* taps, V start, int64_t o,
-                                       int64_t channels, T* y) {
-    using Place = TapPlace<STRIDE>;
+inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, const T* bias,
+                                        int64_t channels, int64_t c, T* y) {
     constexpr int READ = STRIDE * (P - 1) + TAPS;
-    V sums[P];
+    V sums[P], start(T(0));
+    if (bias) load(start, bias + c);
     PYOPS_UNROLL
     for (int p = 0; p < P; ++p) sums[p] = start;
     PYOPS_UNROLL
     for (int i = 0; i < TAPS; ++i) {
         if (!rows[i]) continue;
+        V k[TAPS];
+        PYOPS_UNROLL
+        for (int tap = 0; tap < TAPS; ++tap) load(k[tap], taps + (TAPS * i + tap) * channels + c);
         PYOPS_UNROLL
         for (int q = 0; q < READ; ++q) {
             if ((LEFT && q == 0) || (RIGHT && q == READ - 1)) continue;
             V x;
-            load(x, rows[i] + (Place::input(o, 0) + q) * channels);
+            load(x, rows[i] + q * channels + c);
             PYOPS_UNROLL
             for (int p = 0; p < P; ++p) {
                 const int tap = q - STRIDE * p;
-                if (tap >= 0 && tap < TAPS) sums[p] = fused(taps[TAPS * i + tap], x, sums[p]);
+                if (tap >= 0 && tap < TAPS) sums[p] = fused(k[tap], x, sums[p]);
             }
         }
     }
     PYOPS_UNROLL
-    for (int p = 0; p < P; ++p) store(y + (o + p) * channels, sums[p]);
+    for (int p = 0; p < P; ++p) store(y + p * channels + c, sums[p]);
 }
 
-// P inputs from column `w` on, an even one: dx where it is wanted, and the sums of the taps.
+// P inputs from an even column on: dx where it is wanted, and sums [10, channels] of the taps.
 template <int STRIDE, int P, bool LEFT, bool RIGHT, bool DX, bool DW, typename V, typename T>
-inline PYOPS_INLINE void backward_block(const T* const* rows, const V* taps, const T* x, int64_t w,
-                                        int64_t channels, T* dx, V* sums) {
+inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, const T* x,
+                                         int64_t channels, int64_t c, T* dx, T* sums) {
     using Place = TapPlace<STRIDE>;
     constexpr int READ = STRIDE == 1 ? P + 2 : P / 2 + 1;
-    const int64_t first = STRIDE == 1 ? w - 1 : w / 2;
-    V in[P], out[P];
+    V in[P], out[P], of_bias;
     PYOPS_UNROLL
     for (int p = 0; p < P; ++p) {
-        if (DW) load(in[p], x + (w + p) * channels);
+        if (DW) load(in[p], x + p * channels + c);
         out[p] = V(T(0));
     }
+    if (DW) load(of_bias, sums + TAPS * TAPS * channels + c);
     PYOPS_UNROLL
     for (int i = 0; i < TAPS; ++i) {
         if (!rows[i]) continue;
+        V k[TAPS], dk[TAPS];
+        PYOPS_UNROLL
+        for (int tap = 0; tap < TAPS; ++tap) {
+            if (DX) load(k[tap], taps + (TAPS * i + tap) * channels + c);
+            if (DW) load(dk[tap], sums + (TAPS * i + tap) * channels + c);
+        }
         PYOPS_UNROLL
         for (int q = 0; q < READ; ++q) {
             if ((LEFT && q == 0) || (RIGHT && q == READ - 1)) continue;
             V dy;
-            load(dy, rows[i] + (first + q) * channels);
+            load(dy, rows[i] + q * channels + c);
             PYOPS_UNROLL
             for (int p = 0; p < P; ++p) {
                 PYOPS_UNROLL
@@ -80,16 +86,20 @@ inline PYOPS_INLINE void backward_block(const T* const* rows, const V* taps, con
                     // The block begins at an even column: as if at 0, with dy from -1 on at stride 1
                     if (!Place::meets(p, tap) || Place::output(p, tap) != q - (STRIDE == 1))
                         continue;
-                    if (DX) out[p] = fused(taps[TAPS * i + tap], dy, out[p]);
-                    if (DW) sums[TAPS * i + tap] = fused(in[p], dy, sums[TAPS * i + tap]);
-                    if (DW && i == 1 && tap == 1) sums[TAPS * TAPS] = sums[TAPS * TAPS] + dy;
+                    if (DX) out[p] = fused(k[tap], dy, out[p]);
+                    if (DW) dk[tap] = fused(in[p], dy, dk[tap]);
+                    if (DW && i == 1 && tap == 1) of_bias = of_bias + dy;
                 }
             }
         }
+        PYOPS_UNROLL
+        for (int tap = 0; tap < TAPS; ++tap)
+            if (DW) store(sums + (TAPS * i + tap) * channels + c, dk[tap]);
     }
+    if (DW) store(sums + TAPS * TAPS * channels + c, of_bias);
     if (DX) {
         PYOPS_UNROLL
-        for (int p = 0; p < P; ++p) store(dx + (w + p) * channels, out[p]);
+        for (int p = 0; p < P; ++p) store(dx + p * channels + c, out[p]);
     }
 }
 
@@ -98,10 +108,13 @@ struct Count {
     static constexpr int value = N;
 };
 
-// Calls f(Count<P>{}, start) on blocks of 4 pixels, and of 2 and 1 for the rest.
+// Calls f(Count<P>{}, start) on blocks of 8 pixels where there are registers for them, and of 4, 2
+// and 1 for the rest.
 template <typename F>
 inline PYOPS_INLINE void by_blocks(int64_t pixels, const F& f) {
     int64_t start = 0;
+    if constexpr (Wide<float>::N >= 16)
+        for (; start + 8 <= pixels; start += 8) f(Count<8>{}, start);
     for (; start + 4 <= pixels; start += 4) f(Count<4>{}, start);
     if (pixels & 2) f(Count<2>{}, start);
     if (pixels & 1) f(Count<1>{}, pixels - 1);
@@ -124,47 +137,77 @@ inline PYOPS_INLINE void with_edges(bool left, bool right, const F& f) {
         f(Flag<false>{}, Flag<false>{});
 }
 
-// One row of outputs, the channels of one register.
-template <int STRIDE, typename V, typename T>
-__attribute__((noinline)) void forward_channels(const T* const* rows, const T* taps, const T* bias,
-                                                T* y, const Lines& lines) {
-    V k[TAPS * TAPS], start(T(0));
-    for (int t = 0; t < TAPS * TAPS; ++t) load(k[t], taps + t * lines.channels);
-    if (bias) load(start, bias);
-    by_blocks(lines.out, [&](auto count, int64_t o) PYOPS_INLINE {
-        constexpr int P = decltype(count)::value;
-        const bool right = STRIDE * (o + P - 1) + 1 >= lines.in;
-        with_edges(o == 0, right, [&](auto at_left, auto at_right) PYOPS_INLINE {
-            forward_block<STRIDE, P, decltype(at_left)::value, decltype(at_right)::value>(
-                rows, k, start, o, lines.channels, y);
-        });
-    });
-}
-
-// One row of inputs, the channels of one register; adds to sums [10, channels].
-template <int STRIDE, bool DX, bool DW, typename V, typename T>
-__attribute__((noinline)) void backward_channels(const T* const* rows, const T* taps, const T* x,
-                                                 T* dx, T* sums, const Lines& lines) {
-    V k[TAPS * TAPS], dtaps[DEPTHWISE_SUMS];
-    for (int t = 0; t < TAPS * TAPS; ++t) load(k[t], taps + t * lines.channels);
-    for (V& sum : dtaps) sum = V(T(0));
-    by_blocks(lines.in, [&](auto count, int64_t w) PYOPS_INLINE {
-        constexpr int P = decltype(count)::value;
-        const bool right = STRIDE == 1 ? w + P == lines.in : P > 1 && (w + P) / 2 == lines.out;
-        with_edges(STRIDE == 1 && w == 0, right, [&](auto at_left, auto at_right) PYOPS_INLINE {
-            backward_block<STRIDE, P, decltype(at_left)::value, decltype(at_right)::value, DX, DW>(
-                rows, k, x, w, lines.channels, dx, dtaps);
-        });
-    });
-    for (int t = 0; DW && t < DEPTHWISE_SUMS; ++t) add_to(sums, t * lines.channels, dtaps[t]);
-}
-
 // Calls f(Lane<V>{}, c) for the registers of all channels, and with single numbers for the rest.
 template <typename T, typename F>
 inline PYOPS_INLINE void by_channels(int64_t channels, const F& f) {
     int64_t c = 0;
     for (; c + Wide<T>::N <= channels; c += Wide<T>::N) f(Lane<Wide<T>>{}, c);
     for (; c < channels; ++c) f(Lane<T>{}, c);
+}
+
+// What one row of outputs is made of; in backward, one row of inputs. Rows of x (of dy) that are
+// beyond the image, or meet no tap, are null.
+template <typename T>
+struct Line {
+    const T* rows[TAPS];
+    const T *taps, *bias, *x;
+    T *out, *sums;
+    int64_t width, out_width, channels;  // pixels of a row of x and of y
+
+    // The rows from a column on, perhaps the one before the first.
+    void from(const T** places, int64_t column) const {
+        for (int i = 0; i < TAPS; ++i) places[i] = rows[i] ? rows[i] + column * channels : nullptr;
+    }
+};
+
+template <int STRIDE, int P, bool LEFT, bool RIGHT, typename T>
+__attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o) {
+    const T* rows[TAPS];
+    line.from(rows, TapPlace<STRIDE>::input(o, 0));
+    const int64_t channels = line.channels;
+    const T *const taps = line.taps, *const bias = line.bias;
+    T* const y = line.out + o * channels;
+    by_channels<T>(channels, [&](auto lane, int64_t c) PYOPS_INLINE {
+        forward_pixels<STRIDE, P, LEFT, RIGHT, typename decltype(lane)::type>(rows, taps, bias,
+                                                                              channels, c, y);
+    });
+}
+
+template <int STRIDE, int P, bool LEFT, bool RIGHT, bool DX, bool DW, typename T>
+__attribute__((noinline)) void backward_block(const Line<T>& line, int64_t w) {
+    const T* rows[TAPS];
+    line.from(rows, STRIDE == 1 ? w - 1 : w / 2);
+    const int64_t channels = line.channels;
+    const T *const taps = line.taps, *const x = DW ? line.x + w * channels : nullptr;
+    T *const dx = DX ? line.out + w * channels : nullptr, *const sums = line.sums;
+    by_channels<T>(channels, [&](auto lane, int64_t c) PYOPS_INLINE {
+        backward_pixels<STRIDE, P, LEFT, RIGHT, DX, DW, typename decltype(lane)::type>(
+            rows, taps, x, channels, c, dx, sums);
+    });
+}
+
+template <int STRIDE, typename T>
+void forward_line(const Line<T>& line) {
+    by_blocks(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
+        constexpr int P = decltype(count)::value;
+        const bool right = STRIDE * (o + P - 1) + 1 >= line.width;
+        with_edges(o == 0, right, [&](auto at_left, auto at_right) PYOPS_INLINE {
+            forward_block<STRIDE, P, decltype(at_left)::value, decltype(at_right)::value>(line, o);
+        });
+    });
+}
+
+template <int STRIDE, bool DX, bool DW, typename T>
+void backward_line(const Line<T>& line) {
+    by_blocks(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
+        constexpr int P = decltype(count)::value;
+        const bool right =
+            STRIDE == 1 ? w + P == line.width : P > 1 && (w + P) / 2 == line.out_width;
+        with_edges(STRIDE == 1 && w == 0, right, [&](auto at_left, auto at_right) PYOPS_INLINE {
+            backward_block<STRIDE, P, decltype(at_left)::value, decltype(at_right)::value, DX, DW>(
+                line, w);
+        });
+    });
 }
 
 // A row in what it is computed in: where it is, or widened at `place`.
@@ -226,65 +269,61 @@ template <typename S, int STRIDE>
 void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scratch) {
     using T = Real<S>;
     const int64_t C = span.channels;
-    const Lines lines{span.width, span.out_width, C};
     T* const spare = static_cast<T*>(scratch);
     WideRows<S> inputs(span.x, span.width * C, spare);
-    const T* const taps = static_cast<const T*>(span.taps);
-    const T* const bias = static_cast<const T*>(span.bias);
+    Line<T> line{};
+    line.taps = static_cast<const T*>(span.taps);
+    line.bias = static_cast<const T*>(span.bias);
+    line.width = span.width;
+    line.out_width = span.out_width;
+    line.channels = C;
     for (int64_t r = first; r < last; ++r) {
         const int64_t image = r / span.out_height, o = r % span.out_height;
-        const T* rows[TAPS];
         for (int i = 0; i < TAPS; ++i) {
             const int64_t h = TapPlace<STRIDE>::input(o, i);
-            rows[i] = h >= 0 && h < span.height ? inputs.row(image * span.height + h) : nullptr;
+            line.rows[i] =
+                h >= 0 && h < span.height ? inputs.row(image * span.height + h) : nullptr;
         }
         S* const out = static_cast<S*>(span.out) + r * span.out_width * C;
-        T* row = spare + 4 * span.width * C;
-        if constexpr (sizeof(S) == sizeof(T)) row = out;
-        by_channels<T>(C, [&](auto lane, int64_t c) {
-            const T* here[TAPS];
-            for (int i = 0; i < TAPS; ++i) here[i] = rows[i] ? rows[i] + c : nullptr;
-            forward_channels<STRIDE, typename decltype(lane)::type>(
-                here, taps + c, bias ? bias + c : nullptr, row + c, lines);
-        });
-        finish_row(out, row, span.out_width * C, span.activation);
+        line.out = spare + 4 * span.width * C;
+        if constexpr (sizeof(S) == sizeof(T)) line.out = out;
+        forward_line<STRIDE>(line);
+        finish_row(out, line.out, span.out_width * C, span.activation);
     }
 }
 
 template <typename S, int STRIDE, bool DX, bool DW>
 void backward(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums, void* scratch) {
     using T = Real<S>;
-    const int64_t C = span.channels, line = span.width * C;
-    const Lines lines{span.width, span.out_width, C};
+    const int64_t C = span.channels, numbers = span.width * C;
     T *const few = static_cast<T*>(scratch), *const spare = few + DEPTHWISE_SUMS * C;
     WideRows<S> gradients(span.dy, span.out_width * C, spare);
-    const T* const taps = static_cast<const T*>(span.taps);
+    Line<T> line{};
+    line.taps = static_cast<const T*>(span.taps);
+    line.sums = few;
+    line.width = span.width;
+    line.out_width = span.out_width;
+    line.channels = C;
     const int64_t together = span.width < PIXELS_IN_A_SUM ? PIXELS_IN_A_SUM / span.width : 1;
     for (int64_t begin = first; begin < last; begin += together) {
         const int64_t end = last - begin < together ? last : begin + together;
         memset(few, 0, static_cast<size_t>(DEPTHWISE_SUMS * C) * sizeof(T));
         for (int64_t r = begin; r < end; ++r) {
             const int64_t image = r / span.height, h = r % span.height;
-            const T* rows[TAPS];
             for (int i = 0; i < TAPS; ++i) {
                 const int64_t o = TapPlace<STRIDE>::output(h, i);
                 const bool reached =
                     h + 1 >= i && TapPlace<STRIDE>::meets(h, i) && o < span.out_height;
-                rows[i] = reached ? gradients.row(image * span.out_height + o) : nullptr;
+                line.rows[i] = reached ? gradients.row(image * span.out_height + o) : nullptr;
             }
-            const T* const x =
-                DW ? widened(spare + 4 * line, static_cast<const S*>(span.x) + r * line, line)
-                   : nullptr;
-            S* const out = DX ? static_cast<S*>(span.out) + r * line : nullptr;
-            T* row = spare + 5 * line;
-            if constexpr (sizeof(S) == sizeof(T)) row = out;
-            by_channels<T>(C, [&](auto lane, int64_t c) {
-                const T* here[TAPS];
-                for (int i = 0; i < TAPS; ++i) here[i] = rows[i] ? rows[i] + c : nullptr;
-                backward_channels<STRIDE, DX, DW, typename decltype(lane)::type>(
-                    here, taps + c, x ? x + c : nullptr, row ? row + c : nullptr, few + c, lines);
-            });
-            if (DX) finish_row(out, row, line, -1);
+            if (DW)
+                line.x = widened(spare + 4 * numbers, static_cast<const S*>(span.x) + r * numbers,
+                                 numbers);
+            S* const out = DX ? static_cast<S*>(span.out) + r * numbers : nullptr;
+            line.out = spare + 5 * numbers;
+            if constexpr (sizeof(S) == sizeof(T)) line.out = out;
+            backward_line<STRIDE, DX, DW>(line);
+            if (DX) finish_row(out, line.out, numbers, -1);
         }
         if (DW) add_up(sums, few, DEPTHWISE_SUMS * C);
     }

@@ -129,3 +129,13 @@ def test_lists_of_numbers_are_read_and_other_sections_refused(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_config(path, overrides=[override])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("norm", "accuracy"), [("batch", 0.96), ("layer", 0.94)])
+def test_the_example_reads_digits(tmp_path, norm, accuracy):
+    path = Path(__file__).parents[2] / "examples" / "coatnet.toml"
+    overrides = [f"coatnet.norm={norm}", f"train.folder={tmp_path}", "train.device=cpu"]
+    outcome = train(load_config(path, overrides=overrides))
+    assert outcome.accuracy is not None
+    assert outcome.accuracy >= accuracy

@@ -12,6 +12,7 @@ forward and one backward, of the block's result and input.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +23,8 @@ from pyops.models.coatnet.norms import ImageNorm, channels_first
 from pyops.models.coatnet.squeeze_excite import SqueezeExcite
 from pyops.models.coatnet.stochastic_depth import StochasticDepth
 from pyops.models.model_layout import ModelLayout
+from pyops.ops.layers.activation import bias_activation
+from pyops.ops.layers.depthwise import depthwise_conv2d
 from pyops.tensor_parallel import (
     ColumnConfig,
     ColumnParallelLinear,
@@ -30,7 +33,7 @@ from pyops.tensor_parallel import (
     RowParallelLinear,
 )
 
-__all__ = ["ConvolutionBlock", "Depthwise"]
+__all__ = ["ConvolutionBlock", "Depthwise", "FoldedConvolutionBlock"]
 
 
 class Depthwise(nn.Module):
@@ -44,13 +47,7 @@ class Depthwise(nn.Module):
         self.weight = layout.parameter(*place.local_shape)
 
     def forward(self, x_BHWC: Tensor) -> Tensor:
-        y = functional.conv2d(
-            channels_first(x_BHWC),
-            self.weight,
-            stride=self.stride,
-            padding=1,
-            groups=len(self.weight),
-        )
+        y = depthwise_conv2d(channels_first(x_BHWC), self.weight, stride=self.stride)
         return y.permute(0, 2, 3, 1)
 
 
@@ -134,4 +131,67 @@ class ConvolutionBlock(nn.Module):
         y = self.depthwise(self.norm1(self.expand(y)))
         y = self.norm2(self.se(y)) if self.se_early else self.se(self.norm2(y))
         result: Tensor = self.shortcut(x) + self.drop(self.project(y))
+        return result
+
+
+class FoldedConvolutionBlock(nn.Module):
+    """As `ConvolutionBlock` in eval mode, without the norms that its convolutions can take:
+
+        1 x 1 with a bias, act -> 3 x 3 with a bias, act -> gate -> 1 x 1
+
+    A norm behind a convolution scales its outputs, one in front of a 1 x 1 its inputs. What stays:
+    a norm with an activation of its own in front of the 1 x 1, or with a maximum between the two
+    (which a negative scale would make a minimum), and a norm behind the gate.
+
+    Args:
+        block: In eval mode, whole.
+    """
+
+    expand_weight: Tensor
+    expand_bias: Tensor
+    depthwise_weight: Tensor
+    depthwise_bias: Tensor
+
+    def __init__(self, block: ConvolutionBlock) -> None:
+        super().__init__()
+        self.block, self.shape, self.activation = block, block.shape, block.norm1.activation
+        weight = block.expand.weight.double()
+        maximum = block._stride("pool") > 1 and block.pool != "average"
+        self.keeps_pre_norm = bool(block.pre_norm.activation) or maximum
+        scale, shift = block.norm1.scale_and_shift()
+        bias = shift
+        if not self.keeps_pre_norm:
+            before, added = block.pre_norm.scale_and_shift()
+            bias = bias + scale * (weight @ added)
+            weight = weight * before
+        self._keep("expand", weight * scale[:, None], bias)
+        scale, shift = block.norm2.scale_and_shift()
+        if block.se_early:
+            scale, shift = torch.ones_like(scale), torch.zeros_like(shift)
+        taps = block.depthwise.weight.double()
+        self._keep("depthwise", taps * scale[:, None, None, None], shift)
+
+    def _keep(self, name: str, weight: Tensor, bias: Tensor) -> None:
+        dtype = self.block.expand.weight.dtype
+        self.register_buffer(f"{name}_weight", weight.to(dtype))
+        self.register_buffer(f"{name}_bias", bias.to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.block
+        y = block.pre_norm(x) if self.keeps_pre_norm else x
+        if block._stride("pool") > 1:
+            y = halved(y, block.pool)
+        if block._stride("expand") > 1:
+            y = y[:, ::2, ::2].contiguous()
+        y = functional.linear(y, self.expand_weight)
+        y = bias_activation(y, self.expand_bias, activation=self.activation)
+        y = depthwise_conv2d(
+            channels_first(y),
+            self.depthwise_weight,
+            None if block.se_early else self.depthwise_bias,
+            stride=block._stride("depthwise"),
+            activation=None if block.se_early else self.activation,
+        ).permute(0, 2, 3, 1)
+        y = block.norm2(block.se(y)) if block.se_early else block.se(y)
+        result: Tensor = block.shortcut(x) + block.project(y)
         return result

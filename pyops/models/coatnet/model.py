@@ -10,6 +10,7 @@ image, H, W its pixels, D width, N labels.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -21,9 +22,9 @@ from torch.nn import functional
 from pyops.mesh import ALONE
 from pyops.models.coatnet.batch_norm import GroupBatchNorm2d
 from pyops.models.coatnet.config import BlockShape, CoAtNetConfig
-from pyops.models.coatnet.convolution_block import ConvolutionBlock
+from pyops.models.coatnet.convolution_block import ConvolutionBlock, FoldedConvolutionBlock
 from pyops.models.coatnet.relative_bias import RelativeBias2d
-from pyops.models.coatnet.stem import Stem
+from pyops.models.coatnet.stem import FoldedStem, Stem
 from pyops.models.coatnet.transformer_block import TransformerBlock
 from pyops.models.model_layout import ModelLayout
 from pyops.models.vocabulary_head import IGNORED
@@ -141,7 +142,17 @@ class CoAtNet(nn.Module):
 
     def keep_layers(self, numbers: Collection[int]) -> None:
         """Let go of all `layers()` but these, for a rank that has a part of the model: names stay
-        those of the whole."""
+        those of the whole.
+
+        Raises:
+            ValueError: For a norm of "batch", which a pipeline would apply to a micro-batch.
+        """
+        if self.config.norm == "batch":
+            raise ValueError(
+                "norm is 'batch', but a stage of a pipeline sees a micro-batch at a time, so that "
+                "the result would depend on how many there are; set norm to 'layer', or to "
+                "'ghost' with a ghost_size that divides a micro-batch"
+            )
         last = self.config.num_layers + 1
         for i in range(self.config.num_layers):
             if i + 1 not in numbers:
@@ -210,6 +221,32 @@ class CoAtNet(nn.Module):
                 if isinstance(module, RelativeBias2d):
                     module.resize_(shape.grid)
         self.config, self.stem.sides = config, config.sides
+
+    def folded(self) -> CoAtNet:
+        """A copy for inference, in eval mode and without gradients, whose batch norms are part of
+        the convolutions: the same logits up to rounding, in less time. Its parameters have other
+        names; it is not for training or saving.
+
+        Raises:
+            ValueError: for norm "layer", whose statistics are those of each pixel, and for a model
+                that ranks share.
+        """
+        if self.config.norm == "layer":
+            raise ValueError(
+                'norm is "layer": each pixel has statistics of its own, and there is nothing to '
+                'fold; use the model as it is, or train one of norm "batch"'
+            )
+        found = copy.deepcopy(self).eval().requires_grad_(False)
+        blocks = [block for block in found.blocks if isinstance(block, ConvolutionBlock)]
+        if any(len(block.depthwise.weight) < block.shape.inner for block in blocks):
+            raise ValueError(
+                "the model is shared by ranks; load it whole, with group=pyops.mesh.ALONE"
+            )
+        found.stem = FoldedStem(found.stem)  # type: ignore[assignment]
+        for i, block in enumerate(found.blocks):
+            if isinstance(block, ConvolutionBlock):
+                found.blocks[i] = FoldedConvolutionBlock(block)
+        return found
 
     def set_dropout(
         self, num_images: int | tuple[int, int], *, seed: int, step: int, first_row: int = 0

@@ -65,6 +65,13 @@ class ImageNorm(nn.Module):
         whole = Placement.whole((channels,), rank=ranks.rank, ranks=ranks.size)
         self.norm.placements = dict.fromkeys(("weight", "bias"), cut if shared else whole)  # type: ignore[assignment]
 
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """float64 [C] each: what a batch norm does in eval mode, x scale + shift."""
+        of = self.norm
+        assert isinstance(of, GroupBatchNorm2d)
+        scale = of.weight.double() * (of.running_var.double() + of.eps).rsqrt()
+        return scale, of.bias.double() - of.running_mean.double() * scale
+
     def forward(self, x_BHWC: Tensor) -> Tensor:
         if isinstance(self.norm, GroupBatchNorm2d):
             y = self.norm(channels_first(x_BHWC)).permute(0, 2, 3, 1)

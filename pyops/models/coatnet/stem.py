@@ -10,9 +10,10 @@ from torch.nn import functional
 from pyops.models.coatnet.config import STEM_STRIDE, CoAtNetConfig
 from pyops.models.coatnet.norms import ImageNorm, channels_first
 from pyops.models.model_layout import ModelLayout
+from pyops.ops.layers.activation import bias_activation
 from pyops.tensor_parallel import RanksLike
 
-__all__ = ["Convolution3x3", "Stem"]
+__all__ = ["Convolution3x3", "FoldedStem", "Stem"]
 
 
 class Convolution3x3(nn.Module):
@@ -46,14 +47,45 @@ class Stem(nn.Module):
         )
         self.conv2 = Convolution3x3(hidden, config.stem_width, 1, layout=layout)
 
-    def forward(self, images_BCHW: Tensor) -> Tensor:
+    def check(self, images_BCHW: Tensor) -> None:
+        """ValueError for images of another size than the model's."""
         wanted = (self.channels, *self.sides)
         if tuple(images_BCHW.shape[1:]) != wanted:
             raise ValueError(
                 f"images are {tuple(images_BCHW.shape)}; this model takes [B, "
                 f"{', '.join(map(str, wanted))}]; resize_ makes it one of another size"
             )
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        self.check(images_BCHW)
         x = self.conv1(images_BCHW.contiguous(memory_format=torch.channels_last))
         x = self.norm(x.permute(0, 2, 3, 1))
         found: Tensor = self.conv2(channels_first(x))
+        return found.permute(0, 2, 3, 1).contiguous()
+
+
+class FoldedStem(nn.Module):
+    """As `Stem`, without its norm.
+
+    Args:
+        stem: In eval mode.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, stem: Stem) -> None:
+        super().__init__()
+        scale, shift = stem.norm.scale_and_shift()
+        self.stem, self.activation, self.stride = stem, stem.norm.activation, stem.conv1.stride
+        weight = stem.conv1.weight
+        self.register_buffer("weight", (weight * scale[:, None, None, None]).to(weight.dtype))
+        self.register_buffer("bias", shift.to(weight.dtype))
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        self.stem.check(images_BCHW)
+        images = images_BCHW.contiguous(memory_format=torch.channels_last)
+        x = functional.conv2d(images, self.weight, stride=self.stride, padding=1)
+        x = bias_activation(x.permute(0, 2, 3, 1), self.bias, activation=self.activation)
+        found: Tensor = self.stem.conv2(channels_first(x))
         return found.permute(0, 2, 3, 1).contiguous()

@@ -61,16 +61,31 @@ def test_logits_loss_and_gradients_are_those_that_timm_computed(name):
         assert found["gradients"][key] == pytest.approx(value, rel=1e-9, abs=1e-11), key
 
 
-def folder_of(path: Path, config: CoAtNetConfig, **changes: Any) -> Path:
-    """A folder as timm writes one, of a model with these sizes."""
-    model = CoAtNet(config, seed=None, device="meta")
+@pytest.fixture(scope="module")
+def pico() -> CoAtNetConfig:
+    return CoAtNetConfig.named(
+        "pico_rw", num_labels=3, image_size=32, image_width=64, num_channels=1
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(pico, tmp_path_factory) -> Path:
+    """The file of such a model, with timm's names."""
+    model = CoAtNet(pico, seed=None, device="meta")
     tensors = {
         source.name: value_of(source.name, source.shape).float()
         for entry in COATNET.entries(model)
         for source in entry.sources
     }
     tensors["stem.norm1.num_batches_tracked"] = torch.tensor(3)
-    save_file(tensors, path / "model.safetensors")
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+def folder_of(path: Path, weights: Path, **changes: Any) -> Path:
+    """A folder as timm writes one."""
+    (path / weights.name).symlink_to(weights)
     values = {
         "architecture": "coatnet_pico_rw_224",
         "num_classes": 3,
@@ -83,15 +98,8 @@ def folder_of(path: Path, config: CoAtNetConfig, **changes: Any) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def pico() -> CoAtNetConfig:
-    return CoAtNetConfig.named(
-        "pico_rw", num_labels=3, image_size=32, image_width=64, num_channels=1
-    )
-
-
-def test_a_folder_of_timm_is_loaded(tmp_path, pico):
-    model = hub.load(folder_of(tmp_path, pico))
+def test_a_folder_of_timm_is_loaded(tmp_path, pico, weights):
+    model = hub.load(folder_of(tmp_path, weights))
     assert isinstance(model, CoAtNet)
     assert model.config == pico
     assert not model.training
@@ -108,8 +116,8 @@ def cut(rank: int, group: Any, path: Path) -> torch.Tensor:
     return model(torch.linspace(-1, 1, 32 * 64).view(1, 1, 32, 64)).detach()
 
 
-def test_ranks_read_their_own_parts(world, tmp_path, pico):
-    folder = folder_of(tmp_path, pico)
+def test_ranks_read_their_own_parts(world, tmp_path, weights):
+    folder = folder_of(tmp_path, weights)
     wanted = hub.load(folder)(torch.linspace(-1, 1, 32 * 64).view(1, 1, 32, 64))
     for found in world(2).run(cut, folder):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -128,14 +136,14 @@ def test_ranks_read_their_own_parts(world, tmp_path, pico):
         ({"architecture": "coatnet_0_rw_224"}, "the files lack"),
     ],
 )
-def test_a_folder_that_is_not_ours_is_refused(tmp_path, pico, changes, message):
+def test_a_folder_that_is_not_ours_is_refused(tmp_path, weights, changes, message):
     with pytest.raises(HubError, match=message):
-        hub.load(folder_of(tmp_path, pico, **changes))
+        hub.load(folder_of(tmp_path, weights, **changes))
 
 
-def test_tokens_are_not_shared_and_a_coatnet_is_not_written(tmp_path, pico):
+def test_tokens_are_not_shared_and_a_coatnet_is_not_written(tmp_path, pico, weights):
     with pytest.raises(ValueError, match="sequence_parallel is True, but a CoAtNet of timm"):
-        hub.load(folder_of(tmp_path, pico), sequence_parallel=True)
+        hub.load(folder_of(tmp_path, weights), sequence_parallel=True)
     with pytest.raises(HubError, match="a CoAtNet is no model that can be written"):
         hub.save(CoAtNet(pico, seed=None), tmp_path / "out")
 

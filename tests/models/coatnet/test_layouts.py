@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pyops.flat import Placement
@@ -84,17 +85,52 @@ def test_loss_and_gradients_are_those_of_one_rank(world, ranks, options):
     assert cut > 10, "nothing is shared, so this shows nothing"
 
 
+def batch_statistics(rank: int, group: Any) -> dict[str, Tensor]:
+    """Summed gradients of unequal parts of a batch, and running statistics."""
+    model = make(batch_group=group, pre_norm_act=True, stochastic_depth=0.3)
+    ranks = 1 if group is ALONE else dist.get_world_size(group)
+    part = slice(None) if ranks == 1 else (slice(0, 3), slice(3, BATCH))[rank]
+    images, labels = (each[part] for each in images_of())
+    model.set_dropout(len(labels), seed=9, step=3, first_row=part.start or 0)
+    loss = model.loss(images, labels, reduction="sum") / BATCH
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if ranks > 1:
+        for value in found.values():
+            dist.all_reduce(value, group=group)
+    return found | {name: b for name, b in model.named_buffers() if "running" in name}
+
+
+def test_norms_of_a_batch_take_the_images_of_all_ranks(world):
+    wanted = batch_statistics(0, ALONE)
+    for found in world(2).run(batch_statistics):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert value.abs().max() > 1e-9, f"{name} is 0, so this shows nothing"
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11)
+
+
 PLANS = {
     "dp 2, zero 1": (2, ParallelPlan(zero=ZeroConfig(stage=1), num_microbatches=2)),
     "dp 2, zero 2": (2, ParallelPlan(zero=ZeroConfig(stage=2))),
     "dp 2, zero 3": (2, ParallelPlan(zero=ZeroConfig(stage=3))),
     "tp 2, recomputed": (2, ParallelPlan(tp=2, recompute=("blocks.*",))),
     "pp 2": (2, ParallelPlan(pp=2, pipeline=PipelineOptions(num_microbatches=4))),
+    "pp 2, ghost norms": (2, ParallelPlan(pp=2, pipeline=PipelineOptions(num_microbatches=2))),
     "pp 4": (4, ParallelPlan(pp=4, pipeline=PipelineOptions("zb1p", num_microbatches=2))),
     "tp 2 x pp 2": (4, ParallelPlan(tp=2, pp=2)),
     "pp 2 x dp 2, zero 3": (4, ParallelPlan(pp=2, zero=ZeroConfig(stage=3))),
 }
-IN_THE_SUITE = ("dp 2, zero 1", "dp 2, zero 3", "tp 2, recomputed", "pp 2", "tp 2 x pp 2")
+IN_THE_SUITE = (
+    "dp 2, zero 1",
+    "dp 2, zero 3",
+    "tp 2, recomputed",
+    "pp 2",
+    "pp 2, ghost norms",
+    "tp 2 x pp 2",
+)
+GHOST = {"norm": "ghost", "ghost_size": 2}  # two micro-batches of two images
 
 
 class SummedLoss:
@@ -113,9 +149,9 @@ class SummedLoss:
         return padded_rows(batch, rows, targets="labels_B")
 
 
-def trainer_of(plan: ParallelPlan, ranks: int) -> Trainer:
+def trainer_of(plan: ParallelPlan, ranks: int, changes: dict[str, Any]) -> Trainer:
     mesh = Mesh(plan.axes(ranks))
-    model = CoAtNet(config_of(**OPTIONS), group=mesh, seed=None, device="meta")
+    model = CoAtNet(config_of(**{**OPTIONS, **changes}), group=mesh, seed=None, device="meta")
     layered = LayeredModel(
         model,
         names=NAMES,
@@ -126,7 +162,7 @@ def trainer_of(plan: ParallelPlan, ranks: int) -> Trainer:
     return parallelize(
         layered,
         plan,
-        optimizer=lambda params: AdamW(params, lr=0.01),
+        optimizer=lambda params: AdamW(params, lr=0.02),
         mesh=mesh,
         loss=SummedLoss(),
         seed=5,
@@ -139,10 +175,10 @@ def batch_of() -> dict[str, Any]:
 
 
 @cache
-def straight() -> list[float]:
+def straight(ghost: bool) -> list[float]:
     """The losses of the model alone, with torch's own AdamW."""
-    model = CoAtNet(config_of(**OPTIONS), seed=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = CoAtNet(config_of(**{**OPTIONS, **(GHOST if ghost else {})}), seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     losses = []
     for step in range(STEPS):
         model.set_dropout(BATCH, seed=5, step=step)
@@ -154,8 +190,10 @@ def straight() -> list[float]:
     return losses
 
 
-def run(rank: int, group: Any, plan: ParallelPlan, ranks: int) -> list[float]:
-    trainer = trainer_of(plan, ranks)
+def run(
+    rank: int, group: Any, plan: ParallelPlan, ranks: int, changes: dict[str, Any]
+) -> list[float]:
+    trainer = trainer_of(plan, ranks, changes)
     index, copies = trainer.mesh.rank("dp"), trainer.mesh.size("dp")
     ends = [0, 3, BATCH] if copies == 2 else [0, BATCH]  # uneven shares
     part = slice(ends[index], ends[index + 1])
@@ -173,9 +211,10 @@ def run(rank: int, group: Any, plan: ParallelPlan, ranks: int) -> list[float]:
 @pytest.mark.parametrize("name", [name if name in IN_THE_SUITE else full(name) for name in PLANS])
 def test_losses_are_those_of_the_model_alone_under_every_plan(world, name):
     ranks, plan = PLANS[name]
-    wanted = straight()
+    ghost = name.endswith("ghost norms")
+    wanted = straight(ghost)
     assert wanted[-1] < wanted[0] - 0.05, f"it learns nothing, so this shows nothing: {wanted}"
-    for losses in world(ranks).run(run, plan, ranks):
+    for losses in world(ranks).run(run, plan, ranks, GHOST if ghost else {}):
         assert losses == pytest.approx(wanted, abs=1e-5)
 
 
@@ -193,6 +232,13 @@ def refused(rank: int, group: Any, message: str) -> None:
 )
 def test_channels_and_heads_that_ranks_cannot_share_are_refused(world, ranks, message):
     world(ranks).run(refused, message)
+
+
+def test_a_norm_over_a_batch_is_refused_in_a_pipeline():
+    model = make()
+    with pytest.raises(ValueError, match=r"norm is 'batch', but a stage .* a ghost_size that div"):
+        model.keep_layers([0, 1])
+    assert len(model.blocks) == 6
 
 
 def test_stages_are_evened_out_by_what_layers_were_measured_to_take():
