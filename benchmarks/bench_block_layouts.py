@@ -51,7 +51,7 @@ def layout_case(name: str, pattern: Pattern, *, causal: bool) -> Case:
 
 def layout_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     """Each pattern but all blocks, and a union; causal and not."""
-    union = {"BigBird | fixed": PATTERNS["BigBird"] | PATTERNS["fixed"]}
+    union = {"BigBird or fixed": PATTERNS["BigBird"] | PATTERNS["fixed"]}
     for what, pattern in (PATTERNS | union).items():
         for causal in (False, True):
             name = f"{what}, {LONG // 1024} k tokens{', causal' if causal else ''}"
