@@ -1,5 +1,5 @@
 """Block-sparse attention beside torch's attention with the same mask, and, forward, beside compiled
-FlexAttention; how long layouts take to build.
+FlexAttention; and as more and more blocks are visited.
 
 Every case is B = 1, eight heads of 64 in fp32 (bf16 on a GPU), causal, in blocks of 64. What a
 perfect skip of tiles would reach beside torch, which computes all, is 1 / density; 0.45 of it is
@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +37,9 @@ from pyops.attention import (
 )
 from pyops.ops.attention import AttentionMask, BlockLayout
 
-__all__ = ["PATTERNS", "cases", "density_cases", "layout_milliseconds", "run"]
+__all__ = ["PATTERNS", "cases", "density_cases", "run"]
 
 BLOCK, HEADS, WINDOW = 64, 8, 256
-LONG = 65536  # tokens of the layouts whose construction is timed
 SWEPT, WIDTHS = 4096, (1, 3, 7, 15, 31, 63, 127)  # tokens, and windows in blocks, of density_cases
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
@@ -50,30 +48,11 @@ PATTERNS: dict[str, Pattern] = {
     "BigBird": BigBird(num_random_blocks=2, num_sliding_window_blocks=5),
     "Longformer": Longformer(num_sliding_window_blocks=9),
     f"window of {WINDOW}": SlidingWindow(num_sliding_window_blocks=2 * (WINDOW // BLOCK) + 1),
-    "union": BigBird(num_random_blocks=2) | Fixed(num_local_blocks=8),
 }
-
-
-# Every block of 64 k tokens is 10 MB of tables
-QUICKLY_BUILT = tuple(what for what in PATTERNS if what != "dense")
 
 
 def layout_of(pattern: Pattern, tokens: int, device: torch.device) -> BlockLayout:
     return pattern.layout(tokens, heads=HEADS, block=BLOCK, causal=True).to(device)
-
-
-def layout_milliseconds(pattern: Pattern) -> float:
-    """Of one layout of 64 k tokens, causal or not, whichever takes longer: the least of six."""
-    return max(
-        round(min(_build_milliseconds(pattern, causal=causal) for _ in range(6)), 3)
-        for causal in (False, True)
-    )
-
-
-def _build_milliseconds(pattern: Pattern, *, causal: bool) -> float:
-    start = time.perf_counter()
-    pattern.layout(LONG, heads=HEADS, block=BLOCK, causal=causal)
-    return 1e3 * (time.perf_counter() - start)
 
 
 def flex_step(work: Work, layout: BlockLayout) -> Step:
@@ -100,7 +79,6 @@ def sparse_case(
         {"attn_mask": seen},
         backward=backward,
     )
-    milliseconds = layout_milliseconds(pattern)
     with_flex = not backward or device.type == "cuda"
     rivals: dict[str, Callable[[], Step]] = (
         {"compiled FlexAttention": partial(flex_step, work, layout)} if with_flex else {}
@@ -108,21 +86,9 @@ def sparse_case(
     targets = {"torch SDPA": round(0.45 / layout.density, 2)} if backward else {}
     if with_flex:
         targets["compiled FlexAttention"] = 0.9
-    facts: dict[str, Any] = {
-        "density": round(layout.density, 4),
-        "layout_ms_of_64k_tokens": milliseconds,
-    }
-    built: dict[str, Any] = {}
-    if name.startswith(QUICKLY_BUILT):
-        built = {"most": {"layout_ms_of_64k_tokens": 5.0}}
+    facts = {"density": round(layout.density, 4)}
     return attention_case(
-        name,
-        work,
-        bench="block_sparse",
-        rivals=rivals,
-        targets=targets,
-        facts=facts,
-        **built,
+        name, work, bench="block_sparse", rivals=rivals, targets=targets, facts=facts
     )
 
 

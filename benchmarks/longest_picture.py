@@ -1,6 +1,8 @@
 """`python -m benchmarks.longest_picture`: draw docs/attention/longest.png from the newest rows of
 the benches `longest` and `block_sparse`.
 
+The page shows the picture from then on.
+
 Left, the longest sequence of a BERT-base within a limit of memory, in each setting, and where
 DeepSpeed's published factor over explicit scores is. Right, how much faster attention is, forward
 and backward, as fewer blocks are visited; and DeepSpeed's published factor of a whole step.
@@ -8,6 +10,7 @@ and backward, as fewer blocks are visited; and DeepSpeed's published factor of a
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,9 @@ from benchmarks.bench_longest import PUBLISHED, SETTINGS
 __all__ = ["PICTURE", "draw", "main"]
 
 PICTURE = report.ROOT / "docs" / "attention" / "longest.png"
+PAGE = report.ROOT / "docs" / "attention.md"
+PLACE = re.compile(r"(<!-- picture:longest -->\n).*?(<!-- /picture -->)", re.DOTALL)
+SHOWN = "![longest sequences, and time by density](attention/longest.png)\n"
 STEP = 6.3  # times as fast at most, a step of BERT base; DeepSpeed's post of 9 September 2020
 Row = dict[str, Any]
 
@@ -98,6 +104,7 @@ def main() -> int:
         print("no rows yet: python -m benchmarks longest block_sparse", file=sys.stderr)
         return 1
     draw(needed, PICTURE)
+    PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}{SHOWN}{found[2]}", PAGE.read_text()))
     print(f"{PICTURE.relative_to(report.ROOT)}: {len(needed)} rows")
     return 0
 

@@ -173,17 +173,15 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "tokens": lambda row: f"{row['tokens']:,}" if "too_long" in row else "",
     "as long as explicit scores": lambda row: longer(row) if "times_as_long" in row else "",
     "visited": lambda row: (
-        f"{row['density']:.1%}"
-        if row["bench"] in ("block_sparse", "sparse_density") and "density" in row
-        else ""
-    ),
-    "layout of 64 k tokens": lambda row: (
-        f"{row['layout_ms_of_64k_tokens']:.1f} ms" if "layout_ms_of_64k_tokens" in row else ""
+        f"{row['density']:.1%}" if row["bench"] in SPARSE and "density" in row else ""
     ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),
 }
+
+
+SPARSE = ("block_sparse", "block_layouts", "sparse_density")
 
 
 def longer(row: Row) -> str:

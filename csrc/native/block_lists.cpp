@@ -80,11 +80,6 @@ struct Tables {
     bool* full;
 };
 
-void in_huge_pages(const Tables& tables, int64_t numbers) {
-    pyops::ask_for_huge_pages(tables.indices, numbers * static_cast<int64_t>(sizeof(int32_t)));
-    pyops::ask_for_huge_pages(tables.full, numbers);
-}
-
 Tables tables_at(uintptr_t counts, uintptr_t indices, uintptr_t full) {
     return {reinterpret_cast<int32_t*>(counts), reinterpret_cast<int32_t*>(indices),
             reinterpret_cast<bool*>(full)};
@@ -131,8 +126,6 @@ public:
         const Tables by_row = tables_at(counts, indices, full),
                      by_column = tables_at(column_counts, column_indices, column_full);
         const size_t lines = static_cast<size_t>(heads_ * columns_ * most_columns_);
-        in_huge_pages(by_row, heads_ * rows_ * most_rows_);
-        in_huge_pages(by_column, heads_ * columns_ * most_columns_);
         std::memset(by_column.indices, 0, lines * sizeof(int32_t));
         std::memset(by_column.full, 0, lines);
         std::memset(by_column.counts, 0, column_counts_.size() * sizeof(int32_t));
@@ -215,5 +208,11 @@ void bind_block_lists(py::module_& m) {
         .def_property_readonly("most_of_columns", &BlockLists::most_of_columns)
         .def("write", &BlockLists::write, py::arg("counts"), py::arg("indices"), py::arg("full"),
              py::arg("column_counts"), py::arg("column_indices"), py::arg("column_full"),
-             py::arg("whole_rows"), py::arg("whole_columns"));
+             py::arg("whole_rows"), py::arg("whole_columns"))
+        .def_static(
+            "in_huge_pages",
+            [](uintptr_t memory, int64_t bytes) {
+                pyops::ask_for_huge_pages(reinterpret_cast<void*>(memory), bytes, 4 << 20);
+            },
+            py::arg("memory"), py::arg("bytes"), "Of the memory of all tables, if it is large.");
 }

@@ -11,9 +11,14 @@ Layers that are alike share what is built.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyops.attention.pattern import Pattern
 from pyops.ops.attention import BlockLayout
@@ -24,10 +29,30 @@ __all__ = ["PatternLayouts", "shared_layouts"]
 KEPT = 64  # layouts of a pattern, and patterns that layers share
 
 
+_NUMBERS = itertools.count()
+_BY_NUMBER: weakref.WeakValueDictionary[int, PatternLayouts] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _widths(number: int, length: int) -> tuple[int, int, int]:
+    """Heads, and the widths of the tables of rows and of columns."""
+    built = _BY_NUMBER[number].build(length)
+    return built.num_heads, built.indices.shape[2], built.column_indices.shape[2]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _packed(number: int, length: int, device: str) -> Tensor:
+    """int32 [n], all tables one after the other."""
+    built = _BY_NUMBER[number].build(length, device)
+    rows = (built.counts, built.indices, built.full)
+    columns = (built.column_counts, built.column_indices, built.column_full)
+    return torch.cat([table.int().reshape(-1) for table in (*rows, *columns)])
+
+
 @dataclass(frozen=True)
 class PatternLayouts:
     """The layouts of a pattern for some heads. To a program of torch.compile what is kept is an
-    input; a new length is built outside of it.
+    input; a length that is new while it is traced is a constant of it.
 
     Raises:
         ValueError: The block is no multiple of 16, or a number is out of range.
@@ -48,6 +73,8 @@ class PatternLayouts:
         default_factory=dict, init=False, compare=False, repr=False
     )
     """What was built, by length and device."""
+    number: int = field(default_factory=_NUMBERS.__next__, init=False, compare=False, repr=False)
+    """By which a program that is traced names this object."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern):
@@ -55,6 +82,12 @@ class PatternLayouts:
                 f"pattern is {self.pattern!r}; give a pattern of pyops.attention, such as BigBird()"
             )
         check_sizes(self.block, 0, 0)
+        _BY_NUMBER[self.number] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one in another process, has its own number."""
+        given = (self.pattern, self.heads, self.first_head, self.block, self.causal)
+        return PatternLayouts, given
 
     def of(self, length: int, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a sequence.
@@ -65,13 +98,23 @@ class PatternLayouts:
         """
         device = torch.device(device)
         found = self.kept.get((length, device))
-        return self._build(length, device) if found is None else found
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _build(self, length: int, device: torch.device) -> BlockLayout:
+        if found is not None:
+            return found
+        if torch.compiler.is_compiling():
+            return self._traced(operator.index(length), device)
         if len(self.kept) >= KEPT:
             self.kept.clear()
-        built = self.pattern.layout(
+        self.kept[length, device] = built = self.build(length, device)
+        return built
+
+    def build(self, length: int, device: torch.device | str = "cpu") -> BlockLayout:
+        """As `of`, made anew.
+
+        Args:
+            length: Tokens of queries and of keys.
+            device: Of its tables.
+        """
+        return self.pattern.layout(
             length,
             heads=self.heads,
             block=self.block,
@@ -79,8 +122,25 @@ class PatternLayouts:
             first_head=self.first_head,
             begins=self.causal,
         ).to(device)
-        self.kept[length, device] = built
-        return built
+
+    def _traced(self, length: int, device: torch.device) -> BlockLayout:
+        """From constants of the program that is traced: torch takes a tensor or numbers for one,
+        but no object that holds them."""
+        number, blocks = operator.index(self.number), -(-length // self.block)
+        heads, *widths = _widths(number, length)
+        lines = heads * blocks
+        sizes = [n for most in widths for n in (lines, lines * most, lines * most)]
+        parts = iter(_packed(number, length, str(device)).split(sizes))
+        tables = [
+            table
+            for most in widths
+            for table in (
+                next(parts).view(heads, blocks),
+                next(parts).view(heads, blocks, most),
+                next(parts).view(heads, blocks, most).bool(),
+            )
+        ]
+        return BlockLayout(self.block, length, length, self.causal, *tables)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def last_query(self, length: int, device: torch.device | str = "cpu") -> BlockLayout:

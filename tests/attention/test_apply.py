@@ -361,6 +361,21 @@ def test_longformer_of_transformers_is_an_oracle(global_tokens: bool):
     torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-5, atol=1e-5)
 
 
+def test_a_whole_model_is_compiled_without_a_break():
+    """Before any step, with packed sequences, whose numbers a mask function holds."""
+    model = made(llama)
+    model.model.layers = model.model.layers[:1]
+    apply(model, PATTERN, block=BLOCK)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    places = torch.cat([torch.arange(n) for n in (20, 37, 13)])
+    given = {"input_ids": tokens(), "use_cache": False}
+    packed = {"position_ids": places.expand(2, -1), **given}
+    found = compiled(**packed).logits
+    wanted = model(**packed).logits
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(model(**given).logits, wanted), "the sequences see each other"
+
+
 def steps(rank: int, group: Any, plan: ParallelPlan) -> list[float]:
     """Losses of two steps with dropout."""
     torch.manual_seed(1)

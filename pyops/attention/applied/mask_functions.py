@@ -2,7 +2,9 @@
 keys are padding, or which documents are packed in a row.
 
 transformers describes a mask by a function of (batch, head, query, key) that is put together from
-known ones; from these the tensors are taken back. A function of another kind is refused.
+known ones; from these the tensors are taken back. A function of another kind is refused. While
+torch.compile traces, what a function is put together from can not be seen: it is asked which tokens
+see the one before them, and the program checks a few other pairs against that.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from pyops.torch_private import assert_async
 
 __all__ = ["key_mask"]
 
@@ -30,7 +35,7 @@ def key_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    **_: Any,
+    **given: Any,
 ) -> Tensor | None:
     """A mask function of transformers' `AttentionMaskInterface`.
 
@@ -41,6 +46,7 @@ def key_mask(
         kv_offset: The place of the first key.
         mask_function: What a query sees beside padding.
         attention_mask: bool [B, S], False for padding.
+        given: Of these, `batch_size` and `device` are looked at.
 
     Returns:
         bool [B, kv_length], False for keys that no query sees; or, of packed sequences, int32
@@ -55,7 +61,13 @@ def key_mask(
             "attention with a pattern takes a cache that grows; use DynamicCache, not a static or "
             "a sliding one, and no prefix"
         )
-    documents = None if mask_function is None else _documents(mask_function)
+    documents = None
+    if mask_function is not None and torch.compiler.is_compiling():
+        documents = _traced_documents(
+            mask_function, (given["batch_size"], q_length, kv_length), given["device"]
+        )
+    elif mask_function is not None:
+        documents = _documents(mask_function)
     if documents is not None:
         return documents.int()
     if attention_mask is None:
@@ -82,7 +94,35 @@ def _documents(function: Callable[..., Any]) -> Tensor | None:
     elif name == PACKED:
         ids: Tensor = held["packed_sequence_mask"]
         return ids
-    raise ValueError(
+    raise _unknown(name)
+
+
+def _traced_documents(
+    function: Callable[..., Any], sizes: tuple[int, int, int], device: Any
+) -> Tensor | None:
+    """As `_documents`, in a program that is traced, of (B, queries, keys)."""
+    rows, queries, keys = sizes
+    name = function.__qualname__
+    if name in PLAIN:
+        return None
+    if name != AND or queries != keys:
+        raise _unknown(name)
+    row = torch.arange(rows, device=device)[:, None]
+    place = torch.arange(keys, device=device)
+
+    def sees(other: Tensor) -> Tensor:
+        found: Tensor = function(row, 0, place, other)
+        return found.expand(rows, keys)
+
+    ids = (~sees((place - 1).clamp(min=0))).cumsum(-1)
+    for other in (torch.zeros_like(place), place // 2):
+        as_documents = (sees(other) == (ids == ids[:, other])).all()
+        assert_async(as_documents, "the model's mask is not that of packed sequences alone")
+    return ids
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
         f"the model masks by {name.partition('.')[0]}, which attention with a pattern does not "
         "know; it knows causality, padding and packed sequences: choose another model, or "
         'model.set_attn_implementation("sdpa")'

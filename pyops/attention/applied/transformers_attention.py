@@ -61,6 +61,7 @@ def apply(model: nn.Module, pattern: Pattern, *, block: int = 64) -> str:
     """
     functions = _Attention(pattern, block)
     _check(model, pattern, block)
+    functions.expect(getattr(model.config, "num_attention_heads", None))
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -132,6 +133,13 @@ class _Attention:
 
     def __post_init__(self) -> None:
         PatternLayouts(self.pattern, heads=1, block=self.block)  # which refuses what is none
+
+    def expect(self, heads: Any) -> None:
+        """Make room for a model of so many heads: torch.compile then traces the model as a whole,
+        and needs no step before."""
+        if type(heads) is int and heads > 0:
+            for causal in (False, True):
+                self._layouts_of((heads, 0, causal))
 
     def __call__(
         self,

@@ -9,6 +9,8 @@ operations on the places of the blocks.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _BLOCK_MULTIPLE = 16
+_ALIGNED = 64  # bytes, of a table within the memory of several
 
 
 class BlockTables(NamedTuple):
@@ -145,16 +148,32 @@ def tables_of(
     lists = module.BlockLists(
         rectangles.data_ptr(), rectangles.shape[0], heads, rows, columns, causal
     )
-    by_row, by_column = (
-        BlockTables(
-            torch.empty(heads, lines, dtype=torch.int32, device="cpu"),
-            torch.empty(heads, lines, most, dtype=torch.int32, device="cpu"),
-            torch.empty(heads, lines, most, dtype=torch.bool, device="cpu"),
-        )
-        for lines, most in ((rows, lists.most_of_rows), (columns, lists.most_of_columns))
-    )
+    by_row, by_column = _empty(heads, (rows, lists.most_of_rows), (columns, lists.most_of_columns))
+    memory = by_row.counts.untyped_storage()
+    lists.in_huge_pages(memory.data_ptr(), memory.nbytes())
     lists.write(*(table.data_ptr() for table in (*by_row, *by_column)), *whole)
     return by_row, by_column
+
+
+def _empty(heads: int, *sides: tuple[int, int]) -> list[BlockTables]:
+    """Tables for each (lines, most), uninitialised, in one piece of memory."""
+    shapes = [
+        (shape, dtype)
+        for lines, most in sides
+        for shape, dtype in (
+            ((heads, lines), torch.int32),
+            ((heads, lines, most), torch.int32),
+            ((heads, lines, most), torch.bool),
+        )
+    ]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+    memory = torch.empty(places[-1], dtype=torch.uint8, device="cpu")
+    tables = [
+        memory[place : place + size].view(dtype).view(shape)
+        for place, size, (shape, dtype) in zip(places, sizes, shapes, strict=False)
+    ]
+    return [BlockTables(*tables[n : n + 3]) for n in (0, 3)]
 
 
 def _places(rectangles: Tensor, shape: tuple[int, int, int], *, causal: bool) -> Tensor:
