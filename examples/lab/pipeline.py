@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 images, labels = make_batch(16)
-whole = float(make_model().loss(images, labels))
+whole = make_model().loss(images, labels).item()
 measured = profile(make_model().layers(), images[:2], rounds=3)
 bounds = balance(measured, num_stages=ranks)
 for stage in range(ranks if rank == 0 else 0):

@@ -22,7 +22,7 @@ for stage in range(4):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     first = first or losses
     kept = sum(optimizer.memory().values())
     number = sum(p.numel() for p in make_model().parameters())
