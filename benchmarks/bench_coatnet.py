@@ -1,7 +1,7 @@
 """A CoAtNet at inference with its batch norms folded into its convolutions, and batch norm over two
 ranks beside that of one.
 
-The model is CoAtNet-0 at 64 pixels; images are random. Batch norm over ranks: each of 2 ranks, one
+The model is CoAtNet-0 at 224 pixels; images are random. Batch norm over ranks: each of 2 ranks, one
 thread each, has half of what stands in the name, and exchanges 2 C + 1 numbers forward and 2 C
 backward; "local" is the same norm of its own half.
 """
@@ -27,7 +27,7 @@ from pyops.models.coatnet.batch_norm import GroupBatchNorm2d
 __all__ = ["run"]
 
 SHAPES = ((32, 96, 28), (32, 384, 14))  # images of both ranks, channels, side
-IMAGES, SIDE = 8, 64
+IMAGES, SIDE = 4, 224
 
 
 def folded(name: str) -> Case:

@@ -1,0 +1,41 @@
+"""Step 4, the best compromise: throughput and memory of every way to use four devices, from one
+profile.
+
+    python examples/lab/search.py                   or: ... 6, for 6 MiB a device
+"""
+
+import sys
+
+import torch
+from tiny import make_batch, make_model
+
+from pyops.mesh import ALONE
+from pyops.pipeline import profile
+from pyops.plan import Layout, ProfiledCosts
+
+DEVICES, BATCH, MIB = 4, 32, 1 << 20
+limit = float(sys.argv[1]) * MIB if len(sys.argv) > 1 else 6 * MIB
+torch.set_num_threads(1)
+found = []
+for micro in (1, 2, 4, 8):
+    layers = make_model().layers()
+    measured = ProfiledCosts(profile(layers, make_batch(micro)[0], rounds=3, group=ALONE))
+    for pp in (1, 2, 4):
+        dp = DEVICES // pp
+        number = BATCH // (dp * micro)
+        layout = Layout(
+            pp=pp, dp=dp, schedule="1f1b" if pp > 1 else "none", micro_batch=micro,
+            num_microbatches=number,
+        )  # fmt: skip
+        seconds, memory = measured.step(layout)
+        found.append((BATCH / seconds, memory, f"{layout}, {number} micro-batches of {micro}"))
+fastest, largest = max(f[0] for f in found), max(f[1] for f in found)
+print(f"{'layout':36} images a second        MiB a device")
+for speed, memory, name in sorted(found, reverse=True):
+    bars = (f"{'#' * round(20 * part):20}" for part in (speed / fastest, memory / largest))
+    quick, full = bars
+    note = "" if memory <= limit else "  does not fit"
+    print(f"{name:36} {speed:5.0f} {quick} {memory / MIB:5.1f} {full}{note}".rstrip())
+fitting = [f for f in found if f[1] <= limit]
+best = max(fitting)[2] if fitting else "none"
+print(f"best within {limit / MIB:g} MiB: {best}")
