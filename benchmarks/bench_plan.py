@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ import torch
 from benchmarks import machine
 from benchmarks.harness import Row, keep_row
 from benchmarks.plan_teams import LAYOUTS, PRECISION, SIZES, Size, shape_of
+from benchmarks.planned_choices import CHOICES, Choice
 from benchmarks.rank_teams import Team
 from pyops.plan import (
     PYOPS,
@@ -37,7 +40,16 @@ from pyops.plan import (
     step_time,
 )
 
-__all__ = ["Measured", "fit", "rank_correlation", "rows_of", "run", "together", "with_overheads"]
+__all__ = [
+    "Measured",
+    "fit",
+    "rank_correlation",
+    "rows_of",
+    "run",
+    "search_row",
+    "together",
+    "with_overheads",
+]
 
 ROUNDS = 9
 STEPS = tuple(200.0 * i for i in range(31))  # overheads that are looked at
@@ -183,11 +195,9 @@ def together(found: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def rows_of(
-    found: Sequence[Measured], *, rounds: int, overheads: tuple[float, float]
-) -> Iterator[Row]:
-    """A row of each layout, and one of all together."""
-    common = {
+def _common(rounds: int) -> dict[str, Any]:
+    """Of every row."""
+    return {
         "bench": "plan",
         "device": "cpu",
         "speedup": {},
@@ -197,6 +207,29 @@ def rows_of(
         "commit": machine.commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def search_row(choice: Choice) -> Row:
+    """How long a search takes on one core, and how much memory this process takes then."""
+    start = time.process_time()
+    plan = choice.plan()
+    seconds = time.process_time() - start
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        **_common(1),
+        "case": f"search, {choice.name} on {choice.cluster.num_devices:,} devices",
+        "us": {"best": [round(1e6 * seconds, 3)] * 3},
+        "layouts": plan.num_tried,
+        "process_gib": round(kib / 2**20, 3),
+        "most": {"ms": 30e3, "process_gib": 1.0},
+    }
+
+
+def rows_of(
+    found: Sequence[Measured], *, rounds: int, overheads: tuple[float, float]
+) -> Iterator[Row]:
+    """A row of each layout, and one of all together."""
+    common = _common(rounds)
     for each in found:
         yield {
             **common,
@@ -245,8 +278,9 @@ def run(options: Any, *, size: str = "reference") -> list[Row]:
     rounds = min(options.rounds, ROUNDS)
     found = measured(SIZES[size], name=size, rounds=rounds)
     overheads = fit(found)
+    several = rows_of(with_overheads(found, overheads), rounds=rounds, overheads=overheads)
     rows = []
-    for row in rows_of(with_overheads(found, overheads), rounds=rounds, overheads=overheads):
+    for row in (*several, search_row(CHOICES["nodes"][-1])):
         text = {key: value for key, value in row.items() if key in SHOWN}
         print(text, flush=True)
         keep_row(row)
@@ -257,5 +291,5 @@ def run(options: Any, *, size: str = "reference") -> list[Row]:
 SHOWN = (
     "case", "us", "overheads", "fitted", "planned_ms", "step_off", "mib", "planned_mib", "mib_off",
     "rank_correlation", "best_predicted_over_best", "held_out_off", "held_out_off_most",
-    "memory_off", "memory_off_most", "chosen", "fastest",
+    "memory_off", "memory_off_most", "chosen", "fastest", "layouts", "process_gib",
 )  # fmt: skip

@@ -193,6 +193,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         if "memory_off" in row
         else ""
     ),
+    "layouts, GiB of the process": lambda row: (
+        f"{row['layouts']:,}, {row['process_gib']:.2f}" if "process_gib" in row else ""
+    ),
     "rank correlation": lambda row: of_aim(row, "rank_correlation"),
     "chosen, times the fastest": lambda row: of_aim(row, "best_predicted_over_best"),
     "vs AdamW's loss": lambda row: (

@@ -10,6 +10,8 @@ import pytest
 from benchmarks import bench_plan, measured_laptop
 from benchmarks.bench_plan import Measured, rank_correlation
 from benchmarks.plan_teams import LAYOUTS, SIZES
+from benchmarks.planned_choices import Choice
+from benchmarks.verdicts import verdicts
 from pyops.plan import Case, Layout, Line, Machine, MeasuredCosts, load_cluster, step_time
 from pyops.plan.clusters import cluster_of
 from pyops.plan.measuring.machine import WIDTHS
@@ -65,6 +67,16 @@ def test_rows_have_what_was_measured_and_predicted():
     assert rows[0]["us"]["a step"][1] == pytest.approx(1e6 * made(overheads=(0, 0))[0].step, 1e-4)
     assert last["case"] == "6 layouts together"
     assert last["overheads"] == [0.0, 0.0]
+
+
+def test_a_search_has_a_row():
+    choice = Choice("GPT", TINY, load_cluster("h100").with_devices(2), 4)
+    row = bench_plan.search_row(choice)
+    assert row["case"] == "search, GPT on 2 devices"
+    assert row["layouts"] == choice.plan().num_tried
+    assert 0 < row["us"]["best"][1] < 30e6
+    assert all(verdict.met for verdict in verdicts(row))
+    assert verdicts({**row, "process_gib": 1.5})[-1].met is False
 
 
 def test_the_layouts_are_twenty_and_share_the_rows():
