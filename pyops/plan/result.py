@@ -23,6 +23,7 @@ from pyops.plan.laws import SyncSGD
 from pyops.plan.layout import PYOPS, Layout, Software
 from pyops.plan.layouts.options import Options
 from pyops.plan.layouts.pricing import Priced
+from pyops.plan.layouts.reasons import strategies_of
 from pyops.plan.layouts.search import Found, search
 from pyops.plan.settings import BLOCKS, as_python, codec_code, parallel_plan, sections, toml_text
 from pyops.plan.shapes import ModelShape, PlanError, count
@@ -87,13 +88,13 @@ class Plan:
     def parallel_part(self) -> float:
         """The part of a step that more ranks with the same batch would share (Amdahl's)."""
         shared = sum(float(getattr(self.best.time, name)) for name in SHRINKS)
-        return shared / self.best.seconds
+        return shared / self.best.time.total
 
     @property
     def sync_sgd(self) -> SyncSGD:
         """Whether the copies of the model pay."""
         sync = self.best.time.data_messages
-        return SyncSGD(self.best.seconds - sync, sync, self.layout.dp)
+        return SyncSGD(self.best.time.total - sync, sync, self.layout.dp)
 
     def failures(self, *, save_seconds: float = 60.0, restart_seconds: float = 600.0) -> Failures:
         """How often the run is interrupted.
@@ -177,8 +178,13 @@ class Plan:
             )
         tried = [replace(e, measured=s) for e, s in zip(every, seconds, strict=False)]
         tried.sort(key=lambda each: each.measured)
-        rest = every[len(tried) :]
-        return replace(self, best=tried[0], runners_up=(*tried[1:], *rest))
+        own = set(strategies_of(tried[0].layout))
+        return replace(
+            self,
+            best=tried[0],
+            runners_up=(*tried[1:], *every[len(tried) :]),
+            reasons=tuple(each for each in self.reasons if each[0] not in own),
+        )
 
     def to_json(self) -> str:
         """All of it, for `from_json`."""

@@ -122,7 +122,7 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
         f"memory of the fullest rank: {best.memory.gib:.1f} of {plan.cluster.device.memory_gib:g} "
         f"GiB, {part:.0%}{' (little is left)' if part > FULL else ''}",
         bars(memory, unit="GiB", scale=GIB),
-        f"a step of the slowest rank: {seconds(best.seconds)}, {UNCERTAIN}",
+        _step(best),
         bars(times, unit="s", scale=1.0),
         f"MFU: {CONVENTION}",
         "why not simpler",
@@ -136,6 +136,13 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
             "\n".join(f"  {figure}: {why}" for figure, why in plan.cluster.sources.items())
         )
     return "\n".join(texts)
+
+
+def _step(best: Priced) -> str:
+    if best.measured:
+        predicted = seconds(best.time.total)
+        return f"a step: {seconds(best.measured)}, measured; predicted were {predicted}:"
+    return f"a step of the slowest rank: {seconds(best.seconds)}, {UNCERTAIN}"
 
 
 def _laws(plan: Plan) -> list[str]:

@@ -19,10 +19,12 @@ from pyops.plan import (
     Plan,
     PlanError,
     best,
+    explain,
     measure_blocks,
     memory,
     step_time,
 )
+from pyops.plan.layouts.reasons import strategies_of
 from pyops.plan.measuring.machine import WIDTHS
 from tests.plan.shapes import TINY, gpt
 
@@ -140,6 +142,10 @@ def test_the_fastest_of_those_tried_comes_first(plan: Plan):
     ]
     assert found.best.seconds == 0.1
     assert found.runners_up[2:] == plan.runners_up[2:]
+    same = replace(plan, best=plan.runners_up[0])
+    assert found.parallel_part == same.parallel_part  # of what was predicted
+    assert not set(dict(found.reasons)) & set(strategies_of(found.layout))
+    assert "a step: 100 ms, measured; predicted were" in explain(found)
     assert Plan.from_json(found.to_json()) == found
     for wrong in ([], [0.0], [1.0] * 99):
         with pytest.raises(PlanError, match="give times above 0 of 1 to 10 layouts"):

@@ -8,7 +8,7 @@ from pyops.plan.clusters import GIB
 from pyops.plan.layout import CODECS, Layout
 from pyops.plan.layouts.pricing import Priced
 
-__all__ = ["Strategies", "reasons"]
+__all__ = ["Strategies", "reasons", "strategies_of"]
 
 ALIKE = 0.01  # of the time
 
@@ -44,8 +44,12 @@ def _axes(layout: Layout) -> str:
     return STRATEGIES[layout.tp > 1, layout.pp > 1, layout.dp > 1]
 
 
-def _names(layout: Layout) -> Iterator[str]:
-    """Of all strategies that a layout belongs to."""
+def strategies_of(layout: Layout) -> Iterator[str]:
+    """The names of all strategies that a layout belongs to.
+
+    Args:
+        layout: Any.
+    """
     if layout.codec != "none":
         yield CODED[layout.codec]
         return
@@ -76,7 +80,7 @@ class Strategies:
             priced: The layout.
             fits: Whether its memory does.
         """
-        for name in _names(priced.layout):
+        for name in strategies_of(priced.layout):
             best, fitted = self.best.get(name, (priced, False))
             better = (
                 fits and (not fitted or priced.seconds < best.seconds)
@@ -113,7 +117,7 @@ def _asked(best: Layout, there_are: Mapping[str, object]) -> list[str]:
     names += RECOMPUTED.values()
     if best.codec == "none":
         names += [name for name in CODED.values() if name in there_are]
-    return [name for name in names if name not in set(_names(best))]
+    return [name for name in names if name not in set(strategies_of(best))]
 
 
 def reasons(strategies: Strategies, best: Priced, room: float) -> Iterator[tuple[str, str]]:
