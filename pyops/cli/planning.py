@@ -101,6 +101,7 @@ def plan(given: argparse.Namespace) -> str:
     if not given.cluster and not given.measured:
         return _adapted(given.model, given.overrides, ranks=given.ranks)
     from pyops.plan import Options, best, draw, explain, load_cluster, summary, table
+    from pyops.plan.pictures import picture_path
 
     shape, section, defaults = _model(given)
     options = Options(
@@ -111,6 +112,8 @@ def plan(given: argparse.Namespace) -> str:
         fixed=_fixed(given.fix),
     )
     options.validate()
+    if given.draw:
+        picture_path(given.draw)
     if given.measured:
         found = _measured(given, shape, options, section)
     else:
@@ -126,6 +129,8 @@ def plan(given: argparse.Namespace) -> str:
     if given.json:
         return found.to_json()
     texts = [summary(found), table(found, rows=given.rows)]
+    if given.measured and not found.best.measured:
+        texts.append("no layout was tried: that is done where the model is a GPT of a TOML file")
     if given.explain:
         texts.append(explain(found, tokens=given.tokens))
     texts += [found.code(blocks=blocks), found.toml(model=section, blocks=blocks).rstrip()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from pyops.plan.shapes import PlanError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw", "scaling"]
+__all__ = ["draw", "picture_path", "scaling"]
 
 ENDINGS = (".svg", ".png", ".pdf")
 SHOWN = 6  # layouts
@@ -54,6 +55,26 @@ def scaling(plan: Plan) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def picture_path(path: str | Path) -> Path:
+    """The path of a picture that can be drawn.
+
+    Args:
+        path: The file; its ending is .svg, .png or .pdf.
+
+    Raises:
+        PlanError: For another ending, a folder that is not there, or where matplotlib is not
+            installed.
+    """
+    path = Path(path)
+    if path.suffix not in ENDINGS:
+        raise PlanError(f"{path} should be a picture; give it one of {', '.join(ENDINGS)}")
+    if not path.parent.is_dir():
+        raise PlanError(f"{path} is in a folder that is not there; name another, or make it")
+    if find_spec("matplotlib") is None:
+        raise PlanError(f"{path} needs matplotlib, which is not installed: pip install matplotlib")
+    return path
+
+
 def draw(plan: Plan, path: str | Path) -> Path:
     """Write the picture of a plan.
 
@@ -65,17 +86,11 @@ def draw(plan: Plan, path: str | Path) -> Path:
         The path.
 
     Raises:
-        PlanError: For another ending, or where matplotlib is not installed.
+        PlanError: As `picture_path`.
     """
-    path = Path(path)
-    if path.suffix not in ENDINGS:
-        raise PlanError(f"{path} should be a picture; give it one of {', '.join(ENDINGS)}")
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise PlanError(
-            f"{path} needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+    path = picture_path(path)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -180,9 +180,11 @@ def test_a_plan_is_drawn(capsys, file: Path, tmp_path: Path):
     text = target.read_text()
     for part in ("memory of a rank", "a step, seconds", "Amdahl", "Gustafson", "synchronous SGD"):
         assert part in text
-    assert "give it one of .svg" in refused(
-        capsys, file, "--cluster", "laptop", "--draw", tmp_path / "plan.gif"
-    )
+    for name, message in (
+        ("plan.gif", "give it one of .svg"),
+        ("no/plan.svg", "is in a folder that is not there"),
+    ):
+        assert message in refused(capsys, file, "--measured", "--draw", tmp_path / name)
 
 
 def test_without_a_cluster_it_is_the_layout_of_a_file(capsys, file: Path):
