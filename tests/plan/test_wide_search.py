@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pyops.comm import Int8
+from pyops.config import load_config, plan_for_run
 from pyops.plan import (
     PYOPS,
     Case,
@@ -148,6 +150,41 @@ def test_compressed_gradients_are_offered_and_taken_when_asked_for():
     with pytest.raises(PlanError, match=r"which a ParallelPlan has not; .* codec=Int8\(\)"):
         found.parallel_plan()
     assert best(shape, slow, Options(batch=256, fixed={"codec": "onebit"})).layout.codec == "onebit"
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"cp": 2, "cp_method": "ring", "zero": 1},
+        {"cp": 2, "tp": 2, "cp_method": "ulysses", "pp": 1},
+        {"zero": 2, "offload": "cpu", "tp": 1},
+        {"codec": "int8"},
+    ],
+    ids=str,
+)
+def test_the_file_of_such_a_plan_is_what_pyops_train_takes(tmp_path: Path, fixed: dict[str, Any]):
+    model = {"vocab_size": 8192, "sequence_length": 4096, "num_layers": 4, "num_heads": 8}
+    shape = ModelShape.of_numbers({**model, "dim": 512})
+    device = replace(H100.device, memory_gib=3.0) if "offload" in fixed else H100.device
+    found = best(
+        shape,
+        replace(H100, device=device).with_devices(4),
+        Options(batch=64, fixed=fixed, memory_part=1.0),
+    )
+    file = tmp_path / "plan.toml"
+    file.write_text(found.toml(model={**model, "dim": 512}))
+    config = load_config(file)
+    config.check_ranks(4)
+    theirs = plan_for_run(config, num_rows=64 // found.layout.dp)
+    assert config.communication.codec == fixed.get("codec", "none")
+    assert config.zero.offload == theirs.zero.offload == fixed.get("offload", "none")
+    assert config.parallel.cp_method == found.layout.cp_method
+    if "codec" not in fixed:
+        ours = found.parallel_plan()
+        ours.validate()
+        ours.axes(4)
+        assert (ours.cp, ours.tp, ours.zero.stage) == (theirs.cp, theirs.tp, theirs.zero.stage)
+        assert ours.cp == fixed.get("cp", 1)
 
 
 def test_other_schedules_are_compared():
