@@ -59,6 +59,8 @@ class Plan:
     """(simpler strategy, why it is not the one)."""
     software: str = PYOPS.name
     """What trains it."""
+    measured: bool = False
+    """Whether blocks were measured; else formulas say what they take."""
 
     @property
     def layout(self) -> Layout:
@@ -200,6 +202,7 @@ class Plan:
             "num_fitting": self.num_fitting,
             "reasons": [list(each) for each in self.reasons],
             "software": self.software,
+            "measured": self.measured,
             "summary": {
                 "seconds": self.best.seconds,
                 "gib": self.best.memory.gib,
@@ -239,6 +242,7 @@ class Plan:
                 num_fitting=tree["num_fitting"],
                 reasons=tuple((name, why) for name, why in tree["reasons"]),
                 software=tree["software"],
+                measured=tree["measured"],
             )
         except PlanError:
             raise
@@ -327,6 +331,7 @@ def best(
         num_fitting=len(found.fitting),
         reasons=found.reasons,
         software=software.name,
+        measured=measured is not None,
     )
 
 

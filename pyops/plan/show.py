@@ -24,6 +24,7 @@ __all__ = ["bars", "explain", "summary", "table"]
 WIDTH = 44  # columns of a bar
 FULL = 0.92  # of the memory; above it a plan is marked
 UNCERTAIN = "from peaks and constants fitted to published runs, +-25 %: docs/planner.md"
+FROM_BLOCKS = "from blocks, the optimizer and links as they were measured: docs/planner.md"
 DAY = 86400.0
 
 
@@ -122,7 +123,7 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
         f"memory of the fullest rank: {best.memory.gib:.1f} of {plan.cluster.device.memory_gib:g} "
         f"GiB, {part:.0%}{' (little is left)' if part > FULL else ''}",
         bars(memory, unit="GiB", scale=GIB),
-        _step(best),
+        _step(plan),
         bars(times, unit="s", scale=1.0),
         f"MFU: {CONVENTION}",
         "why not simpler",
@@ -138,11 +139,13 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
     return "\n".join(texts)
 
 
-def _step(best: Priced) -> str:
+def _step(plan: Plan) -> str:
+    best = plan.best
     if best.measured:
         predicted = seconds(best.time.total)
         return f"a step: {seconds(best.measured)}, measured; predicted were {predicted}:"
-    return f"a step of the slowest rank: {seconds(best.seconds)}, {UNCERTAIN}"
+    source = FROM_BLOCKS if plan.measured else UNCERTAIN
+    return f"a step of the slowest rank: {seconds(best.seconds)}, {source}"
 
 
 def _laws(plan: Plan) -> list[str]:

@@ -154,6 +154,8 @@ def test_the_fastest_of_those_tried_comes_first(plan: Plan):
 
 def test_a_plan_with_measured_blocks_goes_through_json(plan: Plan):
     assert Plan.from_json(plan.to_json()) == plan
+    assert plan.measured
+    assert "from blocks, the optimizer and links as they were measured" in explain(plan)
     assert plan.cluster.processors == 2
 
 
