@@ -4,7 +4,7 @@ and 4 processes of one thread each, the rows of a step the same for all.
     predicted    from this machine, its links and the model's blocks, measured with as many ranks
     measured     steps as `pyops train` takes them, all layouts in turn; bytes that tensors take
 
-Every third layout is one to which the overheads of a step and of a micro-batch are fitted, in
+Every third layout is one to which the overheads of a message and of a micro-batch are fitted, in
 launches of an operation; the others are held out. The last row has what all say together, and the
 overheads, which `pyops.plan.costs.measured` has for machines where no layouts were run.
 """
@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 ROUNDS = 9
-STEPS = tuple(200.0 * i for i in range(31))  # overheads that are looked at
-TURNS = tuple(100.0 * i for i in range(21))
+MESSAGES = tuple(25.0 * i for i in range(41))  # overheads that are looked at
+TURNS = tuple(50.0 * i for i in range(31))
 THIRD = 3
 LEAST = {"rank_correlation": 0.9}
 MOST = {"best_predicted_over_best": 1.10, "memory_off_most": 0.05}
@@ -132,7 +132,7 @@ def _case(size: Size, found: Mapping[str, Any]) -> Case:
     for part in ("forward", "backward", "ends_forward", "ends_backward"):
         costs[part] = _lines(costs[part])
     costs["optimizer"] = Line(**costs["optimizer"])
-    del costs["of_a_step"], costs["of_a_turn"]
+    del costs["of_a_message"], costs["of_a_turn"]
     cluster = Machine(**whole).cluster()
     return Case(shape_of(size), cluster, SOFTWARE, PRECISION, MeasuredCosts(**costs))
 
@@ -163,15 +163,15 @@ def measured(size: Size, *, name: str, rounds: int) -> list[Measured]:
 
 
 def fit(found: Sequence[Measured]) -> tuple[float, float]:
-    """The overheads of a step and of a micro-batch, in launches, that are least off on the fitted
-    layouts."""
+    """The overheads of a message and of a micro-batch, in launches, that are least off on the
+    fitted layouts."""
     fitted = [each for each in found if each.fitted]
 
     def off(overheads: tuple[float, float]) -> float:
         several = with_overheads(fitted, overheads)
         return sum(abs(math.log(each.planned / each.step)) for each in several)
 
-    return min(itertools.product(STEPS, TURNS), key=off)
+    return min(itertools.product(MESSAGES, TURNS), key=off)
 
 
 def together(found: Sequence[Measured]) -> dict[str, Any]:
@@ -254,12 +254,12 @@ def rows_of(
 
 
 def with_overheads(found: Sequence[Measured], overheads: tuple[float, float]) -> list[Measured]:
-    """The same, predicted with these overheads of a step and of a micro-batch."""
-    step, turn = overheads
+    """The same, predicted with these overheads of a message and of a micro-batch."""
+    message, turn = overheads
     several = []
     for each in found:
         if each.case.measured is not None:
-            costs = replace(each.case.measured, of_a_step=step, of_a_turn=turn)
+            costs = replace(each.case.measured, of_a_message=message, of_a_turn=turn)
             each = replace(each, case=replace(each.case, measured=costs))
         several.append(each)
     return several

@@ -32,10 +32,10 @@ CASE = Case(TINY, MACHINE.cluster(), bench_plan.SOFTWARE, "fp32", COSTS)
 
 def made(*, overheads: tuple[float, float]) -> list[Measured]:
     """Layouts whose steps take what is predicted with these overheads; every third one fitted."""
-    costs = replace(COSTS, of_a_step=overheads[0], of_a_turn=overheads[1])
+    costs = replace(COSTS, of_a_message=overheads[0], of_a_turn=overheads[1])
     found = []
     for number in range(6):
-        layout = Layout(micro_batch=1 + number % 2, num_microbatches=1 + number)
+        layout = Layout(dp=1 + number // 3, micro_batch=1 + number % 2, num_microbatches=1 + number)
         seconds = step_time(replace(CASE, measured=costs), layout).total
         found.append(Measured(layout, (seconds,) * 5, 1.0, CASE, number % 3 == 0))
     return found
@@ -48,9 +48,9 @@ def test_rank_correlation():
 
 
 def test_overheads_are_found_again_and_hold_for_layouts_that_were_held_out():
-    found = made(overheads=(400.0, 200.0))
-    assert bench_plan.fit(found) == (400.0, 200.0)
-    fitted = bench_plan.with_overheads(found, (400.0, 200.0))
+    found = made(overheads=(400.0, 250.0))
+    assert bench_plan.fit(found) == (400.0, 250.0)
+    fitted = bench_plan.with_overheads(found, (400.0, 250.0))
     assert all(each.planned == pytest.approx(each.step) for each in fitted)
     together = bench_plan.together(fitted)
     assert together["rank_correlation"] == 1.0

@@ -40,7 +40,7 @@ COSTS = MeasuredCosts(
     optimizer=Line(0.0, 1e-9),
     launch=1e-6,
     again=0.75,
-    of_a_step=1000.0,
+    of_a_message=1000.0,
     of_a_turn=100.0,
 )
 SHAPE = gpt(4, 64, 4, vocab=96, sequence=32)
@@ -63,15 +63,33 @@ def test_a_line_goes_through_two_points():
 
 def test_a_step_is_made_of_what_was_measured():
     """Two rows in each of three micro-batches on one rank: four blocks of 5 and 10 ms, ends of 6,
-    and 1.3 ms of the host; 1 ns for each parameter."""
+    and 0.3 ms of the host; 1 ns for each parameter."""
     found = of(Layout(micro_batch=2, num_microbatches=3))
     computed = found.products + found.attention + found.between
     assert computed == pytest.approx(3 * (4 * (5 + 10) + 6) * 1e-3)
-    assert found.host == pytest.approx((1000 + 3 * 100) * 1e-6)
+    assert found.host == pytest.approx(3 * 100 * 1e-6)
     assert found.optimizer == pytest.approx(1e-9 * SHAPE.num_parameters)
     assert found.recomputed == 0.0
     again = of(Layout(micro_batch=2, num_microbatches=3, recompute="block"))
     assert again.recomputed == pytest.approx(3 * 4 * 0.75 * 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "messages"),
+    [
+        (Layout(dp=2), 3 + 1),
+        (Layout(dp=2, zero=3, num_microbatches=2), 3 + 2 * 3 * 5),
+        (Layout(tp=2, num_microbatches=2), 3 + 2 * (4 * 4 + 4)),
+        (Layout(tp=2, sequence_parallel=True), 3 + 4 * 6 + 4),
+        (Layout(pp=2, schedule="1f1b", num_microbatches=4), 3 + 2 * 4),
+        (Layout(cp=2), 3 + 3 * 4 + 1),
+    ],
+    ids=str,
+)
+def test_each_message_takes_the_host_some_time(layout: Layout, messages: int):
+    """1,000 operations of a microsecond each, four blocks; 100 of each micro-batch."""
+    turns = 100 * layout.num_microbatches
+    assert of(layout).host == pytest.approx((1000 * messages + turns) * 1e-6)
 
 
 def test_ranks_of_tp_have_the_blocks_that_were_measured_for_them():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Line", "MeasuredCosts"]
 
-OF_A_STEP, OF_A_TURN = 600.0, 100.0
+OF_A_MESSAGE, OF_A_TURN = 150.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class MeasuredCosts:
     """Seconds of an operation that has next to nothing to do."""
     again: float = 1.0
     """Which part of a forward the recomputation of a block takes longer."""
-    of_a_step: float = OF_A_STEP
-    """Such operations of a step that belong to no block."""
+    of_a_message: float = OF_A_MESSAGE
+    """Such operations that a message between ranks takes beside its time on the link: an estimate,
+    until layouts are run."""
     of_a_turn: float = OF_A_TURN
-    """Likewise of a micro-batch."""
+    """Likewise of a micro-batch, on each stage of a pipeline."""
     facts: Mapping[str, str] = field(default_factory=dict, compare=False)
     """On what, and with how many ranks."""
 

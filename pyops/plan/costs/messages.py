@@ -17,7 +17,15 @@ from pyops.plan.costs.links import exposed, group_link, ring
 from pyops.plan.costs.rank_memory import ELEMENT_BYTES, blocks_of_a_rank, rank_parameters
 from pyops.plan.layout import Layout
 
-__all__ = ["context_messages", "data_messages", "pipeline_messages", "tensor_messages"]
+__all__ = [
+    "context_messages",
+    "data_messages",
+    "num_messages",
+    "pipeline_messages",
+    "tensor_messages",
+]
+
+OF_A_STEP = 3  # the loss, the norm of the gradient, a vote
 
 
 def tensor_messages(case: Case, layout: Layout, *, sums: float) -> float:
@@ -122,3 +130,26 @@ def data_messages(case: Case, layout: Layout, *, work: float, last: float) -> fl
     scatters = m if layout.zero == 2 and layout.pp == 1 else 1
     beside = exposed(scatter, last, link, software)
     return scatters * beside + exposed(gather, work - last, link, software)
+
+
+def num_messages(layout: Layout, blocks: int) -> int:
+    """Messages that a rank waits for in a step.
+
+    Args:
+        layout: How the training is shared out.
+        blocks: Of the rank.
+    """
+    if layout.num_ranks == 1:
+        return 0
+    m, found = layout.num_microbatches, OF_A_STEP
+    if layout.tp > 1:
+        # Of a block two sums in forward and two in backward; with sequence parallelism gathers and
+        # scatters, some of them beside products. Of both ends four.
+        found += m * (blocks * (6 if layout.sequence_parallel else 4) + 4)
+    if layout.cp > 1:
+        found += 3 * m * blocks * (layout.cp - 1)
+    if layout.pp > 1:
+        found += 2 * m * layout.stages_per_rank
+    if layout.copies > 1:
+        found += {0: 1, 1: 2, 2: m + 1, 3: 3 * m * (blocks + 1)}[layout.zero]
+    return found

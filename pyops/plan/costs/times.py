@@ -24,6 +24,7 @@ from pyops.plan.costs.computing import (
 from pyops.plan.costs.messages import (
     context_messages,
     data_messages,
+    num_messages,
     pipeline_messages,
     tensor_messages,
 )
@@ -170,9 +171,9 @@ def _host(case: Case, layout: Layout, blocks: int, computed: float) -> float:
     """Launching kernels: beside the computation, where it is not measured with it."""
     m = layout.num_microbatches
     if (measured := case.measured) is not None:
-        sides = 2 * layout.stages_per_rank if layout.pp > 1 else 1
-        operations = measured.of_a_step + m * measured.of_a_turn * sides
-        return measured.launch * operations
+        turns = m * measured.of_a_turn * layout.stages_per_rank
+        messages = measured.of_a_message * num_messages(layout, blocks)
+        return measured.launch * (turns + messages)
     launched = KERNELS * LAUNCH_SECONDS * blocks * (4 if layout.recompute == "block" else 3)
     return m * max(0.0, launched - computed)
 
