@@ -1,6 +1,6 @@
 """Which layout the planner chooses for some models and clusters: the tables of docs/choosing.md.
 
-python -m benchmarks.planned_choices      write them anew
+python -m benchmarks.planned_choices      write them, and the picture of docs/planner.md, anew
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.published_runs import gpt, llama
-from pyops.plan import Cluster, ModelShape, Options, Plan, PlanError, best, load_cluster
+from pyops.plan import Cluster, ModelShape, Options, Plan, PlanError, best, draw, load_cluster
 
 __all__ = ["CHOICES", "Choice", "fill"]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "choosing.md"
+PICTURE = PAGE.parent / "plan.png"
 MARKED = re.compile(r"(<!-- choices:(\w+) -->\n).*?(<!-- /choices -->)", re.DOTALL)
 GBIT = 1e9 / 8
 
@@ -102,6 +103,8 @@ def row(choice: Choice) -> str:
     layout = plan.layout
     schedule = f", {layout.schedule}" if layout.pp > 1 else ""
     schedule += f" v {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    schedule += f", {layout.cp_method}" if layout.cp > 1 else ""
+    schedule += ", states in host memory" if layout.offload != "none" else ""
     again = ", blocks recomputed" if layout.recompute == "block" else ""
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
     simple = dict(plan.reasons)
@@ -133,3 +136,5 @@ def fill(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(fill(PAGE.read_text()))
+    drawn = CHOICES["nodes"][0].plan()
+    draw(replace(drawn, shape=replace(drawn.shape, name=CHOICES["nodes"][0].name)), PICTURE)

@@ -102,6 +102,12 @@ def of_roof(row: Row, field: str) -> str:
     return f"{row[field]:.0f}" + (f" (aim {aim:g})" if aim else "") if field in row else ""
 
 
+def of_aim(row: Row, field: str) -> str:
+    """A number, and the aim where there is one."""
+    aim = row.get("least", {}).get(field, row.get("most", {}).get(field))
+    return f"{row[field]:.2f}" + (f" (aim {aim:g})" if aim else "") if field in row else ""
+
+
 # Columns of rows that have something to say there.
 EXTRA: dict[str, Callable[[Row], str]] = {
     "GB/s": lambda row: f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else "",
@@ -170,6 +176,28 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         else ""
     ),
     "to keep a sample": lambda row: duration(row["keep_us"]) if "keep_us" in row else "",
+    "predicted": lambda row: duration(1e3 * row["planned_ms"]) if "planned_ms" in row else "",
+    "off": lambda row: (
+        f"{row['step_off']:+.1%}{', fitted' if row['fitted'] else ''}"
+        if "step_off" in row
+        else f"{row['held_out_off']:.1%}, {row['held_out_off_most']:.1%} at most"
+        if "held_out_off" in row
+        else ""
+    ),
+    "MiB": lambda row: f"{row['mib']:.1f}" if "planned_mib" in row else "",
+    "MiB predicted": lambda row: f"{row['planned_mib']:.1f}" if "planned_mib" in row else "",
+    "MiB off": lambda row: (
+        f"{row['mib_off']:+.1%}"
+        if "mib_off" in row
+        else f"{row['memory_off']:.1%}, {row['memory_off_most']:.1%} at most"
+        if "memory_off" in row
+        else ""
+    ),
+    "layouts, GiB of the process": lambda row: (
+        f"{row['layouts']:,}, {row['process_gib']:.2f}" if "process_gib" in row else ""
+    ),
+    "rank correlation": lambda row: of_aim(row, "rank_correlation"),
+    "chosen, times the fastest": lambda row: of_aim(row, "best_predicted_over_best"),
     "tokens": lambda row: f"{row['tokens']:,}" if "too_long" in row else "",
     "as long as explicit scores": lambda row: longer(row) if "times_as_long" in row else "",
     "visited": lambda row: (

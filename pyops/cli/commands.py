@@ -36,6 +36,7 @@ from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.planning import add_plan, plan
 from pyops.cli.simulate import add_arguments, report
+from pyops.cli.trials import launched, num_ranks
 
 __all__ = ["main"]
 
@@ -121,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
+    if given.command == "plan" and given.measured and given.devices > 1 and num_ranks() == 1:
+        return launched(given.devices, words)
     if given.command in USES:
         return _print(USES[given.command], given)
     if given.command == "convert":

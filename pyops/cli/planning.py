@@ -14,13 +14,14 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pyops.cli.first_rank import is_first_rank
+from pyops.cli.trials import blocks_measured, num_ranks, ranks_joined, tried
 
 if TYPE_CHECKING:
-    from pyops.plan import Cluster, ModelShape, Plan
+    from pyops.plan import ModelShape, Options, Plan
 
 __all__ = ["add_plan", "plan"]
 
-NUMBERED = ("tp", "pp", "dp", "zero", "micro_batch", "num_microbatches", "stages_per_rank")
+NUMBERED = ("tp", "cp", "pp", "dp", "zero", "micro_batch", "num_microbatches", "stages_per_rank")
 NAMES_OF_BLOCKS = {"gpt2": "transformer.h.*"}  # of transformers' models; others "model.layers.*"
 
 
@@ -38,7 +39,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--measured",
         action="store_true",
-        help="this machine; under torchrun the messages between its processes are timed, too",
+        help="this machine and the model's blocks on it; the three best layouts are tried. With "
+        "--devices N as N processes, whose messages are timed, too",
     )
     parser.add_argument(
         "--devices", type=int, default=0, metavar="N", help="of the cluster (one node)"
@@ -59,6 +61,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="what a layout must have: tp=2, zero=1, recompute=block, schedule=zb1p",
     )
     parser.add_argument(
+        "--codec",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what gradients of whole copies may travel as: bf16, int8, onebit, power_sgd, topk",
+    )
+    parser.add_argument(
         "--memory-part", type=float, default=0.92, metavar="P", help="usable (0.92)"
     )
     parser.add_argument("--rows", type=int, default=6, metavar="N", help="layouts shown (6)")
@@ -66,6 +75,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--explain", action="store_true", help="what takes memory and time, and why"
     )
     parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    parser.add_argument("--draw", metavar="PICTURE", help="an .svg, .png or .pdf to write")
     parser.add_argument("--write", metavar="FILE.toml", help="the file to train with")
     parser.add_argument(
         "--ranks",
@@ -90,23 +100,37 @@ def plan(given: argparse.Namespace) -> str:
     """
     if not given.cluster and not given.measured:
         return _adapted(given.model, given.overrides, ranks=given.ranks)
-    from pyops.plan import Options, best, explain, summary, table
+    from pyops.plan import Options, best, draw, explain, load_cluster, summary, table
+    from pyops.plan.pictures import picture_path
 
     shape, section, defaults = _model(given)
-    cluster = _cluster(given)
     options = Options(
         batch=given.batch or defaults.get("batch", 0),
         precision=given.precision or defaults.get("precision", "bf16"),
         memory_part=given.memory_part,
+        codecs=tuple(given.codec),
         fixed=_fixed(given.fix),
     )
-    found = best(shape, cluster, options)
+    options.validate()
+    if given.draw:
+        picture_path(given.draw)
+    if given.measured:
+        found = _measured(given, shape, options, section)
+    else:
+        cluster = load_cluster(given.cluster)
+        if given.devices:
+            cluster = cluster.with_devices(given.devices)
+        found = best(shape, cluster, options)
     blocks = str(defaults.get("blocks", "blocks.*"))
     if given.write and is_first_rank():
         _write(given.write, found, section, blocks)
+    if given.draw and is_first_rank():
+        draw(found, given.draw)
     if given.json:
         return found.to_json()
     texts = [summary(found), table(found, rows=given.rows)]
+    if given.measured and not found.best.measured:
+        texts.append("no layout was tried: that is done where the model is a GPT of a TOML file")
     if given.explain:
         texts.append(explain(found, tokens=given.tokens))
     texts += [found.code(blocks=blocks), found.toml(model=section, blocks=blocks).rstrip()]
@@ -172,21 +196,24 @@ def _blocks(path: str) -> str:
     return NAMES_OF_BLOCKS.get(kind, "model.layers.*")
 
 
-def _cluster(given: argparse.Namespace) -> Cluster:
-    from pyops.plan import Machine, load_cluster
+def _measured(
+    given: argparse.Namespace, shape: ModelShape, options: Options, section: dict[str, Any] | None
+) -> Plan:
+    """The plan for the ranks that run here; that of a GPT with its best layouts tried."""
+    from pyops.plan import Machine, PlanError, best
 
-    if not given.measured:
-        cluster = load_cluster(given.cluster)
-        return cluster.with_devices(given.devices) if given.devices else cluster
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Machine.here().cluster(devices=given.devices)
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        return Machine.here().cluster(devices=given.devices)
-    finally:
-        dist.destroy_process_group()
+    ranks = num_ranks()
+    if given.devices not in (0, ranks):
+        raise PlanError(
+            f"--devices {given.devices}, but torchrun has started {ranks} processes; leave it out"
+        )
+    with ranks_joined():
+        cluster = Machine.here().cluster()
+        costs = blocks_measured(shape, options.precision)
+        found = best(shape, cluster, options, measured=costs)
+        if section is None or "folder" in section:
+            return found
+        return tried(found, section)
 
 
 def _fixed(pairs: Sequence[str]) -> dict[str, Any]:

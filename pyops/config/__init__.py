@@ -21,7 +21,7 @@ names the key, its value and the fix; nothing has been started by then.
 from pyops.config.config_error import ConfigError
 from pyops.config.folder_config import ModelFolder
 from pyops.config.parallel_config import ParallelConfig
-from pyops.config.reading import load_config
+from pyops.config.reading import config_of, load_config
 from pyops.config.run_config import Config
 from pyops.config.run_plan import plan_for_run
 from pyops.config.task_config import TaskConfig
@@ -52,6 +52,7 @@ __all__ = [
     "TaskConfig",
     "TrainConfig",
     "ZeroConfig",
+    "config_of",
     "load_config",
     "plan_for_run",
 ]

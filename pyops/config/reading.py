@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["load_config"]
+__all__ = ["config_of", "load_config"]
 
 # Keys of earlier versions, and what they are now.
 RENAMED = {
@@ -55,6 +55,16 @@ def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
     for override in overrides:
         _override(tree, override)
+    return config_of(tree)
+
+
+def config_of(tables: Mapping[str, Any]) -> Config:
+    """The configuration that tables describe, as a TOML file holds them.
+
+    Args:
+        tables: {section: {key: value}}.
+    """
+    tree = dict(tables)
     given = _take_model_folder(tree)
     config: Config = _build(Config, tree, prefix="", given=given)
     return config

@@ -10,28 +10,35 @@
 | shapes.py | a model as numbers |
 | clusters.py, data/ | devices and links, from TOML; each figure with its source |
 | layout.py | one way to share a training out; what the training program does |
-| turns.py | what a pipeline's schedule costs |
-| rank_memory.py, times.py | bytes of a rank and seconds of a step, term by term |
-| layout_search.py | all layouts, priced, with reasons |
-| result.py, show.py | Plan: as ParallelPlan, TOML, JSON, text |
+| costs/ | bytes of a rank and seconds of a step, term by term: what is computed, messages, turns |
+| layouts/ | all layouts, priced; the best, and why not the others |
+| result.py, settings.py, show.py | Plan: as ParallelPlan, TOML, JSON, text |
+| pictures.py | memory, time and scaling of a plan, drawn |
 | laws.py, failures.py | scaling, how long a training takes, when to save |
-| machine.py | this machine, measured; costs of a profile |
+| measuring/ | this machine, measured; a model's blocks; costs of a profile |
 
 Times are estimates until they are measured: docs/planner.md has what published runs took beside
 what is predicted.
 """
 
-from pyops.plan.clusters import Cluster, Device, Efficiency, Link, cluster_names, load_cluster
+from pyops.plan.clusters import Cluster, Device, Efficiency, Host, Link, cluster_names, load_cluster
+from pyops.plan.costs.computing import Case
+from pyops.plan.costs.measured import Line, MeasuredCosts
+from pyops.plan.costs.rank_memory import Memory, memory
+from pyops.plan.costs.times import StepTime, step_time
 from pyops.plan.failures import Failures, spares
 from pyops.plan.laws import SyncSGD, amdahl, compute_optimal, gustafson, training_days
 from pyops.plan.layout import FSDP, MEGATRON, MEGATRON_CORE, PYOPS, Layout, Software
-from pyops.plan.layout_search import Options, Priced, search
-from pyops.plan.machine import Machine, ProfiledCosts
-from pyops.plan.rank_memory import Memory, memory
+from pyops.plan.layouts.options import Options
+from pyops.plan.layouts.pricing import Priced
+from pyops.plan.layouts.search import search
+from pyops.plan.measuring.blocks import measure_blocks
+from pyops.plan.measuring.machine import Machine
+from pyops.plan.measuring.profiled import ProfiledCosts
+from pyops.plan.pictures import draw
 from pyops.plan.result import Plan, best
 from pyops.plan.shapes import ModelShape, PlanError
 from pyops.plan.show import explain, summary, table
-from pyops.plan.times import Case, StepTime, step_time
 
 __all__ = [
     "FSDP",
@@ -43,9 +50,12 @@ __all__ = [
     "Device",
     "Efficiency",
     "Failures",
+    "Host",
     "Layout",
+    "Line",
     "Link",
     "Machine",
+    "MeasuredCosts",
     "Memory",
     "ModelShape",
     "Options",
@@ -60,9 +70,11 @@ __all__ = [
     "best",
     "cluster_names",
     "compute_optimal",
+    "draw",
     "explain",
     "gustafson",
     "load_cluster",
+    "measure_blocks",
     "memory",
     "search",
     "spares",

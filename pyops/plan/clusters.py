@@ -19,7 +19,7 @@ from typing import Any
 
 from pyops.plan.shapes import PlanError
 
-__all__ = ["Cluster", "Device", "Efficiency", "Link", "cluster_names", "load_cluster"]
+__all__ = ["Cluster", "Device", "Efficiency", "Host", "Link", "cluster_names", "load_cluster"]
 
 DATA = Path(__file__).parent / "data"
 GIB = float(1 << 30)
@@ -104,6 +104,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What the processors of a node have for each of its devices.
+
+    Attributes:
+        memory_gib: Their memory.
+        bandwidth: Bytes a second between them and the device, in one direction.
+        memory_bandwidth: Bytes a second of their memory.
+    """
+
+    memory_gib: float
+    bandwidth: float
+    memory_bandwidth: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of equal devices.
 
@@ -116,6 +131,9 @@ class Cluster:
         num_devices: Of the whole cluster.
         device_hours: Between two failures of one device.
         sources: {figure: where it comes from}.
+        host: What offloaded states lie in; None: nothing is known of it.
+        processors: Of a node, where its devices are processes that take turns on them; 0: each
+            device computes by itself.
     """
 
     name: str
@@ -126,6 +144,8 @@ class Cluster:
     num_devices: int
     device_hours: float
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    host: Host | None = None
+    processors: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -196,11 +216,13 @@ def load_cluster(name: str | Path) -> Cluster:
 NUMBERS = {
     "device": ("memory_gib", "reserved_gib", "memory_bandwidth"),
     "device.efficiency": tuple(each.name for each in fields(Efficiency)),
-    "node": ("num_devices", *(each.name for each in fields(Link))),
+    "node": ("num_devices", *(each.name for each in fields(Link)), "processors"),
     "network": tuple(each.name for each in fields(Link)),
     "failures": ("device_hours",),
 }
-MAY_BE_ZERO = ("reserved_gib", "latency", "contention", "half_width")
+HOST = tuple(each.name for each in fields(Host))
+OPTIONAL = ("processors",)
+MAY_BE_ZERO = ("reserved_gib", "latency", "contention", "half_width", "processors")
 PARTS = ("delivered", "contention", "product", "attention", "memory")  # at most 1
 
 
@@ -214,9 +236,11 @@ def cluster_of(tree: Mapping[str, Any], *, where: str = "cluster") -> Cluster:
     Raises:
         PlanError: A key is missing or unknown, or a figure has no source or makes no sense.
     """
+    numbers = {**NUMBERS, **({"host": HOST} if "host" in tree else {})}
     got = {
-        section: _numbers(tree, section, names, where=where) for section, names in NUMBERS.items()
+        section: _numbers(tree, section, names, where=where) for section, names in numbers.items()
     }
+    processors = got["node"].pop("processors", 0.0)
     device = tree["device"]
     peaks = device.get("peak")
     if not isinstance(peaks, Mapping) or not peaks:
@@ -244,6 +268,8 @@ def cluster_of(tree: Mapping[str, Any], *, where: str = "cluster") -> Cluster:
         num_devices=int(tree["node"]["num_devices"]),
         device_hours=got["failures"]["device_hours"],
         sources=dict(sources),
+        host=Host(**got["host"]) if "host" in got else None,
+        processors=int(processors),
     )
 
 
@@ -276,6 +302,8 @@ def _numbers(
         )
     found = {}
     for name in names:
+        if name not in table and name in OPTIONAL:
+            continue
         if name not in table:
             raise PlanError(f"{where} lacks {section}.{name}; give a number")
         found[name] = _check(f"{section}.{name}", table[name], where=where)

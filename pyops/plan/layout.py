@@ -1,8 +1,9 @@
 """Layout: one way to share a training out over ranks; Software: what the program that runs it does.
 
-    ranks = tp x pp x dp        rows of a step = dp x num_microbatches x micro_batch
+    ranks = tp x cp x pp x dp        rows of a step = dp x num_microbatches x micro_batch
 
-The ranks of tp are neighbors, those of dp lie tp apart, those of pp outermost, as in `pyops.mesh`.
+The ranks of tp are neighbors, those of cp lie tp apart, those of dp tp x cp, those of pp outermost,
+as in `pyops.mesh`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ RECOMPUTE = ("none", "attention", "block")
 """What is computed again in backward: nothing, the core of attention, or whole blocks."""
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb1p", "interleaved_zb", "zbv")
 SEVERAL_STAGES = ("interleaved", "interleaved_zb")
+METHODS = ("gather", "ring", "ulysses")
+OFFLOADS = ("none", "cpu")
+CODECS = ("none", "bf16", "int8", "onebit", "power_sgd", "topk")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model and a batch; a step takes tp x pp x dp ranks."""
+    """How ranks share a model and a batch; a step takes tp x cp x pp x dp ranks."""
 
     tp: int = 1
     """Ranks that cut each layer."""
@@ -54,11 +58,24 @@ class Layout:
     """Of a pipeline: how many stages a rank has."""
     sequence_parallel: bool = False
     """Whether tp ranks keep their part of the tokens only between the layers."""
+    cp: int = 1
+    """Ranks that share out the tokens of each row."""
+    cp_method: str = "gather"
+    """How their attention sees all of them: "gather", "ring" or "ulysses"."""
+    offload: str = "none"
+    """Where optimizer states are kept: "none", beside the parameters, or "cpu"."""
+    codec: str = "none"
+    """What gradients travel as, of `CODECS`; with ZeRO 0 and whole copies of the model."""
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same parameters: of dp and cp."""
+        return self.dp * self.cp
 
     @property
     def num_ranks(self) -> int:
         """That take part."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.copies
 
     @property
     def batch(self) -> int:
@@ -72,11 +89,12 @@ class Layout:
 
     @property
     def axes_used(self) -> int:
-        """How many of tp, pp, dp are more than one rank."""
-        return (self.tp > 1) + (self.pp > 1) + (self.dp > 1)
+        """How many of tp, cp, pp, dp are more than one rank."""
+        return (self.tp > 1) + (self.cp > 1) + (self.pp > 1) + (self.dp > 1)
 
     def __str__(self) -> str:
-        parts = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
+        sizes = (("tp", self.tp), ("cp", self.cp), ("pp", self.pp))
+        parts = [f"{axis} {size}" for axis, size in sizes if size > 1]
         if self.dp > 1 or not parts:
             parts.append(f"dp {self.dp}")
         return " x ".join(parts)
@@ -87,7 +105,7 @@ class Layout:
         Raises:
             PlanError: Naming field, value and fix.
         """
-        for name in ("tp", "pp", "dp", "micro_batch", "num_microbatches", "stages_per_rank"):
+        for name in ("tp", "cp", "pp", "dp", "micro_batch", "num_microbatches", "stages_per_rank"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name} is {value!r}; give a whole number, 1 or more")
@@ -95,6 +113,9 @@ class Layout:
             ("zero", (0, 1, 2, 3)),
             ("recompute", RECOMPUTE),
             ("schedule", SCHEDULES),
+            ("cp_method", METHODS),
+            ("offload", OFFLOADS),
+            ("codec", CODECS),
         )
         for name, known in choices:
             value = getattr(self, name)
@@ -111,6 +132,23 @@ class Layout:
             )
         if self.sequence_parallel and self.tp == 1:
             raise PlanError("sequence_parallel is True with tp 1; set it False, or tp to 2 or more")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.cp == 1 and self.cp_method != METHODS[0]:
+            raise PlanError(
+                f"cp_method is {self.cp_method!r} with cp 1; leave it out, or set cp to 2 or more"
+            )
+        if self.offload != "none" and not self.zero:
+            raise PlanError(
+                f"offload is {self.offload!r} with zero 0, where states lie beside the parameters; "
+                "set zero to 1 or more"
+            )
+        if self.codec != "none" and (self.zero or self.num_ranks > self.dp or self.dp == 1):
+            raise PlanError(
+                f"codec is {self.codec!r}, but gradients travel compressed between whole copies "
+                f"alone: this is {self}, ZeRO {self.zero}; leave codec out, or take dp and ZeRO 0"
+            )
 
     def with_batch(self, rows: int) -> Layout:
         """The same with as many micro-batches as `rows` of a step need.
@@ -167,13 +205,17 @@ class Software:
     parallelism, too."""
     bucket_bytes: int = 25 << 20
     """Bytes of a message of ZeRO stages 0 to 2."""
+    buckets_are_slices: bool = False
+    """Whether a message of gradients is a part of where they lie, and no copy."""
     straggling: float = 0.005
     """Deviation of a rank's step, of which the slowest of all counts."""
     fragmentation: float = 1.05
     """What the allocator takes for each byte that is asked for."""
 
 
-PYOPS = Software("pyops", tensor_sum_bytes=4, tensor_overlap=0.5, unfused=2.0)
+PYOPS = Software(
+    "pyops", tensor_sum_bytes=4, tensor_overlap=0.5, unfused=2.0, buckets_are_slices=True
+)
 """pyops: sums over tp ranks in fp32, half of them beside products; the loss without logits. What is
 moved between the products is counted as of FSDP: unverified on GPU."""
 MEGATRON = Software(

@@ -8,27 +8,31 @@ plan.toml()                               -> [parallel] tp = 2, [zero] stage = 1
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from pyops.parallel import ParallelPlan, PipelineOptions
+from pyops.parallel import ParallelPlan
 from pyops.plan.clusters import GIB, Cluster, cluster_of
+from pyops.plan.costs.computing import Case
+from pyops.plan.costs.measured import MeasuredCosts
+from pyops.plan.costs.rank_memory import Memory
+from pyops.plan.costs.times import StepTime
 from pyops.plan.failures import Failures
 from pyops.plan.laws import SyncSGD
-from pyops.plan.layout import PYOPS, SEVERAL_STAGES, Layout, Software
-from pyops.plan.layout_search import Found, Options, Priced, search
-from pyops.plan.rank_memory import Memory
+from pyops.plan.layout import PYOPS, Layout, Software
+from pyops.plan.layouts.options import Options
+from pyops.plan.layouts.pricing import Priced
+from pyops.plan.layouts.reasons import strategies_of
+from pyops.plan.layouts.search import Found, search
+from pyops.plan.settings import BLOCKS, as_python, codec_code, parallel_plan, sections, toml_text
 from pyops.plan.shapes import ModelShape, PlanError, count
-from pyops.plan.times import Case, StepTime
-from pyops.zero import ZeroConfig
 
 __all__ = ["Plan", "best"]
 
 RUNNERS_UP = 9
-BLOCKS = "blocks.*"
 CONVENTION = "6 (N - E) + 12 L a w s operations a token, causal masks not halved"
-FORMAT = 1  # of to_json
+FORMAT = 2  # of to_json
 # Of what shrinks with more ranks that share the same batch; the rest of a step does not.
 SHRINKS = ("products", "attention", "between", "recomputed")
 
@@ -55,6 +59,8 @@ class Plan:
     """(simpler strategy, why it is not the one)."""
     software: str = PYOPS.name
     """What trains it."""
+    measured: bool = False
+    """Whether blocks were measured; else formulas say what they take."""
 
     @property
     def layout(self) -> Layout:
@@ -84,13 +90,13 @@ class Plan:
     def parallel_part(self) -> float:
         """The part of a step that more ranks with the same batch would share (Amdahl's)."""
         shared = sum(float(getattr(self.best.time, name)) for name in SHRINKS)
-        return shared / self.best.seconds
+        return shared / self.best.time.total
 
     @property
     def sync_sgd(self) -> SyncSGD:
         """Whether the copies of the model pay."""
         sync = self.best.time.data_messages
-        return SyncSGD(self.best.seconds - sync, sync, self.layout.dp)
+        return SyncSGD(self.best.time.total - sync, sync, self.layout.dp)
 
     def failures(self, *, save_seconds: float = 60.0, restart_seconds: float = 600.0) -> Failures:
         """How often the run is interrupted.
@@ -113,27 +119,7 @@ class Plan:
         Args:
             blocks: The names of the model's blocks, where these are computed again.
         """
-        layout = self.layout
-        pipeline = PipelineOptions()
-        if layout.pp > 1:
-            pipeline = PipelineOptions(
-                schedule=layout.schedule,
-                num_microbatches=layout.num_microbatches,
-                stages_per_rank=(
-                    layout.stages_per_rank if layout.schedule in SEVERAL_STAGES else 1
-                ),
-            )
-        return ParallelPlan(
-            tp=layout.tp,
-            pp=layout.pp,
-            dp=layout.dp,
-            sequence_parallel=layout.sequence_parallel,
-            pipeline=pipeline,
-            zero=ZeroConfig(stage=layout.zero),
-            recompute=self._modules(blocks),
-            precision=self.options.precision,
-            num_microbatches=layout.num_microbatches if layout.pp == 1 else 1,
-        )
+        return parallel_plan(self.layout, precision=self.options.precision, blocks=blocks)
 
     def code(self, *, blocks: str = BLOCKS) -> str:
         """`parallel_plan` as Python, without what has its default.
@@ -141,11 +127,9 @@ class Plan:
         Args:
             blocks: The names of the model's blocks, where these are computed again.
         """
-        return _python(self.parallel_plan(blocks=blocks))
-
-    def _modules(self, blocks: str) -> tuple[str, ...]:
-        names = {"none": (), "attention": (f"{blocks}.attention.core",), "block": (blocks,)}
-        return names[self.layout.recompute]
+        if self.layout.codec != "none":
+            return f"DataParallel(model, codec={codec_code(self.layout.codec)})"
+        return as_python(self.parallel_plan(blocks=blocks))
 
     def sections(self, *, blocks: str = BLOCKS) -> dict[str, dict[str, Any]]:
         """The sections of a run's TOML file that the layout fills.
@@ -153,27 +137,7 @@ class Plan:
         Args:
             blocks: The names of the model's blocks, where these are computed again.
         """
-        layout = self.layout
-        parallel: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-        if layout.sequence_parallel:
-            parallel["sequence_parallel"] = True
-        train: dict[str, Any] = {"batch": layout.batch}
-        if layout.pp > 1:
-            parallel["schedule"] = layout.schedule
-            parallel["num_microbatches"] = layout.num_microbatches
-            if layout.schedule in SEVERAL_STAGES:
-                parallel["v"] = layout.stages_per_rank
-        else:
-            train["micro_batch"] = layout.micro_batch
-        found = {
-            "parallel": parallel,
-            "zero": {"stage": layout.zero},
-            "precision": {"dtype": self.options.precision},
-            "train": train,
-        }
-        if layout.recompute != "none":
-            found["recompute"] = {"modules": list(self._modules(blocks))}
-        return found
+        return sections(self.layout, precision=self.options.precision, blocks=blocks)
 
     def toml(self, *, model: Mapping[str, Any] | None = None, blocks: str = BLOCKS) -> str:
         """A file that `pyops train` takes, where [model] is given.
@@ -182,14 +146,8 @@ class Plan:
             model: The section [model].
             blocks: The names of the model's blocks, where these are computed again.
         """
-        sections: dict[str, Mapping[str, Any]] = {**self.sections(blocks=blocks)}
-        if model is not None:
-            sections = {"model": model, **sections}
-        texts = []
-        for name, values in sections.items():
-            lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-            texts.append("\n".join([f"[{name}]", *lines]))
-        return "\n\n".join(texts) + "\n"
+        found: dict[str, Mapping[str, Any]] = {**self.sections(blocks=blocks)}
+        return toml_text(found if model is None else {"model": model, **found})
 
     def command(self, config: str = "plan.toml") -> str:
         """What starts the training.
@@ -206,6 +164,30 @@ class Plan:
         )
         return f"torchrun {many} --nproc-per-node {per_node} -m pyops train {config}"
 
+    def tried(self, seconds: Sequence[float]) -> Plan:
+        """The same with the first layouts as they were measured, the fastest of them in front.
+
+        Args:
+            seconds: Of a step of the best, of the first runner-up, and so on.
+
+        Raises:
+            PlanError: More than there are layouts, none, or a time that is not above 0.
+        """
+        every = (self.best, *self.runners_up)
+        if not 0 < len(seconds) <= len(every) or not all(each > 0 for each in seconds):
+            raise PlanError(
+                f"seconds is {list(seconds)!r}; give times above 0 of 1 to {len(every)} layouts"
+            )
+        tried = [replace(e, measured=s) for e, s in zip(every, seconds, strict=False)]
+        tried.sort(key=lambda each: each.measured)
+        own = set(strategies_of(tried[0].layout))
+        return replace(
+            self,
+            best=tried[0],
+            runners_up=(*tried[1:], *every[len(tried) :]),
+            reasons=tuple(each for each in self.reasons if each[0] not in own),
+        )
+
     def to_json(self) -> str:
         """All of it, for `from_json`."""
         tree: dict[str, Any] = {
@@ -220,6 +202,7 @@ class Plan:
             "num_fitting": self.num_fitting,
             "reasons": [list(each) for each in self.reasons],
             "software": self.software,
+            "measured": self.measured,
             "summary": {
                 "seconds": self.best.seconds,
                 "gib": self.best.memory.gib,
@@ -252,15 +235,14 @@ class Plan:
                 cluster=cluster_of(tree["cluster"], where="cluster").with_devices(
                     tree["num_devices"]
                 ),
-                options=Options(
-                    **{**tree["options"], "recompute": tuple(tree["options"]["recompute"])}
-                ),
+                options=_options(tree["options"]),
                 best=_of_priced(tree["best"]),
                 runners_up=tuple(_of_priced(each) for each in tree["runners_up"]),
                 num_tried=tree["num_tried"],
                 num_fitting=tree["num_fitting"],
                 reasons=tuple((name, why) for name, why in tree["reasons"]),
                 software=tree["software"],
+                measured=tree["measured"],
             )
         except PlanError:
             raise
@@ -271,19 +253,9 @@ class Plan:
             ) from None
 
 
-def _python(value: Any) -> str:
-    """A dataclass as a call, with the fields that differ from their defaults."""
-    if not is_dataclass(value):
-        return repr(value)
-    kind: Any = type(value)
-    usual = kind()
-    given = {
-        field.name: getattr(value, field.name)
-        for field in fields(value)
-        if getattr(value, field.name) != getattr(usual, field.name)
-    }
-    inside = ", ".join(f"{name}={_python(each)}" for name, each in given.items())
-    return f"{kind.__name__}({inside})"
+def _options(tree: Mapping[str, Any]) -> Options:
+    lists = {name: tuple(tree[name]) for name in ("recompute", "codecs")}
+    return Options(**{**tree, **lists})
 
 
 def _priced(each: Priced) -> dict[str, Any]:
@@ -291,11 +263,17 @@ def _priced(each: Priced) -> dict[str, Any]:
         "layout": asdict(each.layout),
         "memory": asdict(each.memory),
         "time": asdict(each.time),
+        "measured": each.measured,
     }
 
 
 def _of_priced(tree: Mapping[str, Any]) -> Priced:
-    return Priced(Layout(**tree["layout"]), Memory(**tree["memory"]), StepTime(**tree["time"]))
+    return Priced(
+        Layout(**tree["layout"]),
+        Memory(**tree["memory"]),
+        StepTime(**tree["time"]),
+        tree["measured"],
+    )
 
 
 def _table_of(cluster: Cluster) -> dict[str, Any]:
@@ -303,9 +281,14 @@ def _table_of(cluster: Cluster) -> dict[str, Any]:
     return {
         "name": cluster.name,
         "device": asdict(cluster.device),
-        "node": {"num_devices": cluster.devices_per_node, **asdict(cluster.node)},
+        "node": {
+            "num_devices": cluster.devices_per_node,
+            **({"processors": cluster.processors} if cluster.processors else {}),
+            **asdict(cluster.node),
+        },
         "network": asdict(cluster.network),
         "failures": {"device_hours": cluster.device_hours},
+        **({} if cluster.host is None else {"host": asdict(cluster.host)}),
         "sources": dict(cluster.sources),
     }
 
@@ -316,6 +299,7 @@ def best(
     options: Options | None = None,
     *,
     software: Software = PYOPS,
+    measured: MeasuredCosts | None = None,
 ) -> Plan:
     """The layout whose steps are fastest, of those that fit.
 
@@ -324,6 +308,7 @@ def best(
         cluster: The devices and links.
         options: The batch, the precision, what is fixed.
         software: What trains it.
+        measured: What the model's blocks were measured to take; None: formulas say it.
 
     Raises:
         PlanError: Nothing fits, naming the nearest and what is missing; or options that make no
@@ -331,7 +316,7 @@ def best(
     """
     options = options or Options()
     options.validate()
-    case = Case(shape, cluster, software, options.precision)
+    case = Case(shape, cluster, software, options.precision, measured)
     cluster.device.operations(options.precision)
     found = search(case, options)
     if not found.fitting:
@@ -346,6 +331,7 @@ def best(
         num_fitting=len(found.fitting),
         reasons=found.reasons,
         software=software.name,
+        measured=measured is not None,
     )
 
 

@@ -179,6 +179,29 @@ class ModelShape:
             )
         return replace(self, sequence_length=tokens)
 
+    def gpt_config(self, *, tp: int = 1, num_layers: int = 0) -> GPTConfig:
+        """A GPT of pyops with these sizes, or what a rank of tensor parallelism has of it.
+
+        Args:
+            tp: How many ranks cut the heads, the MLP and the vocabulary.
+            num_layers: Blocks; 0: all.
+        """
+        return GPTConfig(
+            vocab_size=-(-self.vocab_size // tp),
+            sequence_length=self.sequence_length,
+            num_layers=num_layers or self.num_layers,
+            num_heads=self.num_heads // tp,
+            num_kv_heads=self.kv_heads // tp,
+            head_dim=self.head_width,
+            dim=self.dim,
+            hidden=self.inner // tp,
+            norm="rmsnorm" if self.rms_norm else "layernorm",
+            activation="swiglu" if self.gated else "gelu",
+            positions="learned" if self.learned_positions else "rotary",
+            tied_head=self.tied_head,
+            bias=self.bias,
+        )
+
     @classmethod
     def of_gpt(cls, config: GPTConfig, *, name: str = "GPT") -> ModelShape:
         """The shape of a GPT of pyops.
@@ -221,7 +244,8 @@ class ModelShape:
             raise PlanError(
                 f"config.json has model_type {kind!r}, whose costs are not known; known are "
                 f"{', '.join(KINDS)}. Give the sizes as numbers, by ModelShape(), or a "
-                "GPT of pyops in a TOML file"
+                "GPT of pyops in a TOML file; of any other module profile the layers, by "
+                "pyops.pipeline.profile, and plan with ProfiledCosts"
             )
         read = ConfigFields(values)
         if kind == "gpt2":

@@ -12,18 +12,19 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from pyops.plan.clusters import GIB
+from pyops.plan.costs.rank_memory import Memory
+from pyops.plan.costs.times import StepTime
 from pyops.plan.laws import amdahl, gustafson
-from pyops.plan.layout_search import Priced
-from pyops.plan.rank_memory import Memory
+from pyops.plan.layouts.pricing import Priced
 from pyops.plan.result import CONVENTION, Plan
 from pyops.plan.shapes import count
-from pyops.plan.times import StepTime
 
 __all__ = ["bars", "explain", "summary", "table"]
 
 WIDTH = 44  # columns of a bar
 FULL = 0.92  # of the memory; above it a plan is marked
 UNCERTAIN = "from peaks and constants fitted to published runs, +-25 %: docs/planner.md"
+FROM_BLOCKS = "from blocks, the optimizer and links as they were measured: docs/planner.md"
 DAY = 86400.0
 
 
@@ -49,11 +50,15 @@ def _row(plan: Plan, each: Priced) -> str:
     if layout.stages_per_rank > 1:
         schedule += f" v {layout.stages_per_rank}"
     name = f"{layout}{', sp' if layout.sequence_parallel else ''}"
+    name += f", {layout.cp_method}" if layout.cp > 1 else ""
+    name += ", offload" if layout.offload != "none" else ""
+    name += f", {layout.codec}" if layout.codec != "none" else ""
     micro = f"{layout.micro_batch}x{layout.num_microbatches}"
     return (
         f"{name:24} {layout.zero:4} {micro:>9} {layout.recompute:9} {schedule:14} "
         f"{each.memory.gib:6.1f} {seconds(each.seconds):>8} "
         f"{plan.tokens_per_second(each):10,.0f} {plan.mfu(each):5.0%}"
+        f"{'  measured' if each.measured else ''}"
     ).rstrip()
 
 
@@ -118,7 +123,7 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
         f"memory of the fullest rank: {best.memory.gib:.1f} of {plan.cluster.device.memory_gib:g} "
         f"GiB, {part:.0%}{' (little is left)' if part > FULL else ''}",
         bars(memory, unit="GiB", scale=GIB),
-        f"a step of the slowest rank: {seconds(best.seconds)}, {UNCERTAIN}",
+        _step(plan),
         bars(times, unit="s", scale=1.0),
         f"MFU: {CONVENTION}",
         "why not simpler",
@@ -134,6 +139,15 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
     return "\n".join(texts)
 
 
+def _step(plan: Plan) -> str:
+    best = plan.best
+    if best.measured:
+        predicted = seconds(best.time.total)
+        return f"a step: {seconds(best.measured)}, measured; predicted were {predicted}:"
+    source = FROM_BLOCKS if plan.measured else UNCERTAIN
+    return f"a step of the slowest rank: {seconds(best.seconds)}, {source}"
+
+
 def _laws(plan: Plan) -> list[str]:
     q = plan.parallel_part
     lines = [
@@ -141,6 +155,12 @@ def _laws(plan: Plan) -> list[str]:
         f"{q:.1%} of a step is shared), with twice the batch {gustafson(2, parallel=q):.2f}x "
         "(Gustafson)"
     ]
+    layout, rows = plan.layout, plan.layout.batch
+    copy = layout.num_ranks // layout.dp
+    lines.append(
+        f"batch: its {rows:,} rows are enough for {rows:,} copies of {copy} rank"
+        f"{'s' if copy > 1 else ''}; {layout.dp:,} are planned"
+    )
     if plan.layout.dp > 1:
         law = plan.sync_sgd
         lines.append(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shlex
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from pyops.cli import main
 from pyops.config import load_config
 from pyops.plan import Machine, Plan
-from pyops.plan.machine import WIDTHS
+from pyops.plan.measuring.machine import WIDTHS
 
 pytestmark = pytest.mark.cpu_only
 
@@ -100,12 +106,85 @@ def test_json_is_read_again(capsys, file: Path):
     assert plan.cluster.name.startswith("A100")
 
 
-def test_this_machine_is_planned_for(capsys, file: Path, monkeypatch):
-    wide = dict.fromkeys(WIDTHS, 20e9)
-    made = Machine("a machine", {"fp32": wide, "bf16": wide}, 10e9, 8.0, 1, 5e-5, 2e9)
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: made))
-    out = run(capsys, file, "--measured", "--devices", "4")
-    assert "on 4 x a machine" in out
+def quick(*, ranks: int) -> classmethod:
+    """A machine that takes no time to measure."""
+    rates = dict.fromkeys(WIDTHS, 20e9)
+    made = Machine("a machine", {"fp32": rates, "bf16": rates}, 10e9, 8.0, ranks, 5e-5, 2e9)
+    return classmethod(lambda cls: made)
+
+
+def test_this_machine_is_planned_for_and_the_best_are_tried(capsys, file: Path, monkeypatch):
+    monkeypatch.setattr(Machine, "here", quick(ranks=1))
+    out = run(capsys, file, "--measured", "--rows", "4")
+    assert "on 1 x a machine" in out
+    rows = [line for line in out.splitlines() if line.endswith("measured")]
+    assert len(rows) == 3
+    assert rows[0].startswith("* ")
+
+
+def _planned(rank: int, group: Any, file: str, target: str) -> str:
+    """The last line that the command prints."""
+    here, Machine.here = Machine.__dict__["here"], quick(ranks=2)  # type: ignore[method-assign,assignment]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert main(["plan", file, "--measured", "--write", target]) == 0
+    finally:
+        Machine.here = here
+    return printed.getvalue().splitlines()[-1]
+
+
+def _started(rank: int, group: Any, words: list[str]) -> int:
+    return main(words)
+
+
+def test_the_command_of_a_measured_plan_starts(world, file: Path, tmp_path: Path):
+    """torchrun reads what it is given, and two ranks train by the rest of it."""
+    target = tmp_path / "plan.toml"
+    first, second = world(2).run(_planned, str(file), str(target))
+    assert first == second
+    assert load_config(target).train.batch == 16
+    given = get_args_parser().parse_args(shlex.split(first)[1:])
+    assert (given.nproc_per_node, given.training_script) == ("2", "pyops")
+    assert given.module
+    data = tmp_path / "text.txt"
+    data.write_bytes(b"one two three four five six seven\n" * 400)
+    settings = {"data.path": data, "data.cache": tmp_path / "cache",
+                "train.folder": tmp_path / "runs", "train.num_steps": 1,
+                "train.num_validation_sequences": 4,
+                "train.num_sample_tokens": 0, "train.plot": "false",
+                "train.tensorboard": "false"}  # fmt: skip
+    extra = [f"--set={key}={value}" for key, value in settings.items()]
+    assert world(2).run(_started, [*given.training_script_args, *extra]) == [0, 0]
+
+
+def test_several_devices_are_started_by_torchrun(capsys, file: Path, monkeypatch):
+    seen: list[list[str]] = []
+
+    def started(command: list[str], env: dict[str, str]) -> Any:
+        seen.append(command)
+        assert env["OMP_NUM_THREADS"] == "1"
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(subprocess, "run", started)
+    assert main(["plan", str(file), "--measured", "--devices", "2"]) == 3
+    (command,) = seen
+    given = get_args_parser().parse_args(command[3:])
+    assert (given.nproc_per_node, given.training_script) == ("2", "pyops")
+    assert given.training_script_args == ["plan", str(file), "--measured", "--devices", "2"]
+
+
+def test_a_plan_is_drawn(capsys, file: Path, tmp_path: Path):
+    target = tmp_path / "plan.svg"
+    run(capsys, file, "--cluster", "laptop", "--draw", target)
+    text = target.read_text()
+    for part in ("memory of a rank", "a step, seconds", "Amdahl", "Gustafson", "synchronous SGD"):
+        assert part in text
+    for name, message in (
+        ("plan.gif", "give it one of .svg"),
+        ("no/plan.svg", "is in a folder that is not there"),
+    ):
+        assert message in refused(capsys, file, "--measured", "--draw", tmp_path / name)
 
 
 def test_without_a_cluster_it_is_the_layout_of_a_file(capsys, file: Path):
@@ -121,12 +200,14 @@ def test_without_a_cluster_it_is_the_layout_of_a_file(capsys, file: Path):
         (["--cluster", "h100", "--fix", "tp"], "--fix tp is no assignment; write --fix tp=2"),
         (["--cluster", "h100", "--fix", "tp=two"], "--fix tp=two: 'two' is no whole number"),
         (["--cluster", "h100", "--fix", "sequence_parallel=1"], "sequence_parallel=true, or false"),
-        (["--cluster", "h100", "--fix", "cp=2"], "fixed has 'cp', which a layout has not"),
+        (["--cluster", "h100", "--fix", "ep=2"], "fixed has 'ep', which a layout has not"),
         (["--cluster", "h100", "--memory-part", "2"], "memory_part is 2.0; give a number above 0"),
         (["--cluster", "b200", "--batch", "16"], "precision is 'fp32', for which the file of"),
         (["--cluster", "a100", "--sequence", "64"], "sequence_length is 64, but the table of"),
         (["--cluster", "a100", "--write", "no/where.toml"], "--write no/where.toml: No such file"),
         (["--cluster", "a100", "--batch", "-3"], "batch is -3; give a whole number of rows"),
+        (["--cluster", "a100", "--codec", "zip"], "codecs has 'zip'; choose among none, bf16"),
+        (["--measured", "--batch", "-3"], "batch is -3; give a whole number of rows"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, file: Path, words: list[str], message: str):

@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from pyops.pipeline import LayerCosts, Profile
+from pyops.mesh import ALONE
+from pyops.pipeline import LayerCosts, Profile, profile
 from pyops.plan import Layout, Machine, Options, PlanError, ProfiledCosts, best
-from pyops.plan.machine import WIDTHS, _slowest
+from pyops.plan.measuring.machine import WIDTHS, _slowest
 from tests.plan.shapes import TINY
 
 pytestmark = pytest.mark.cpu_only
@@ -104,3 +107,24 @@ def test_a_profile_is_not_cut():
         costs.step(Layout(tp=2))
     with pytest.raises(PlanError, match="the profile has 4 layers, fewer than 8 stages"):
         costs.step(Layout(pp=8, schedule="1f1b", num_microbatches=8))
+
+
+def test_a_convolutional_model_of_torch_is_planned_for_by_its_profile():
+    """Convolutions on smaller and smaller images: the pipeline is cut by time, not by layers."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GELU()),
+        nn.Sequential(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.GELU()),
+        nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GELU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
+    ]
+    found = profile(layers, torch.randn(2, 3, 32, 32), rounds=2, warmup=1, group=ALONE)
+    costs = ProfiledCosts(found)
+    alone, most = costs.step(Layout(num_microbatches=4))
+    assert alone == pytest.approx(4 * sum(layer.time for layer in found.layers))
+    elements = sum(p.numel() for layer in layers for p in layer.parameters())
+    images = 4 * 2 * (16 * 32 * 32 + 16 * 16 * 16 + 32 * 8 * 8)  # bytes before each activation
+    assert most > 4 * elements + images
+    seconds, fullest = costs.step(Layout(pp=2, schedule="1f1b", num_microbatches=4))
+    assert alone / 2 < seconds < alone * 1.3
+    assert fullest > 0

@@ -15,8 +15,8 @@ from pyops.models import GPT, GPTConfig
 from pyops.optim import SGD, AdamW
 from pyops.plan import MEGATRON, PYOPS, Layout, Memory, ModelShape, memory
 from pyops.plan.clusters import GIB, load_cluster
-from pyops.plan.rank_memory import block_bytes, state_bytes
-from pyops.plan.turns import kept
+from pyops.plan.costs.rank_memory import block_bytes, state_bytes
+from pyops.plan.costs.turns import kept
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.plan.shapes import LLAMA_8B, TINY, gpt
 

@@ -130,6 +130,14 @@ FLOORS = {
         ["runtime"],
         ["post_validation", "profiling"],
     ],
+    "plan": [
+        ["shapes"],
+        ["clusters", "failures", "laws", "layout"],
+        ["costs", "settings"],
+        ["layouts", "measuring"],
+        ["result"],
+        ["pictures", "show"],
+    ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
         ["host", "report", "setup", "tasks"],

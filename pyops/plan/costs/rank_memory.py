@@ -12,17 +12,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pyops.plan.clusters import GIB, Device
+from pyops.plan.costs.codecs import codec_memory
+from pyops.plan.costs.turns import kept
 from pyops.plan.layout import Layout, Software
 from pyops.plan.shapes import ModelShape
-from pyops.plan.turns import kept
 
-__all__ = ["ADAM", "Memory", "block_bytes", "blocks_of_a_rank", "memory", "state_bytes"]
+__all__ = [
+    "ADAM",
+    "Memory",
+    "block_bytes",
+    "blocks_of_a_rank",
+    "host_bytes",
+    "memory",
+    "state_bytes",
+]
 
 ADAM = 8.0
 """Bytes of an element's optimizer states, of Adam: two moments in fp32."""
 ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 MESSAGES = 2  # of each neighbor in a pipeline: one that is read while the next arrives
 BUCKETS = 2  # in flight
+OFFLOAD_TILES = 3.0 * (32 << 20)  # bytes of states that are on the device while they are stepped
 CHUNK_BYTES = 1 << 30  # of logits that a loss without whole logits makes at a time
 
 
@@ -41,7 +51,7 @@ class Memory:
     recomputed: float = 0.0
     """Insides of what is computed again, once."""
     logits: float = 0.0
-    """Of the loss."""
+    """Of the loss, or of the first block's backward, where that takes more."""
     buffers: float = 0.0
     """Buckets, gathered parameters, messages."""
     reserved: float = 0.0
@@ -91,7 +101,7 @@ def state_bytes(
     width = software.parameter_bytes or element
     gradient = max(software.gradient_bytes, element)
     states = optimizer_bytes + (4 if width < 4 else 0)
-    copies = float(layout.dp)
+    copies = float(layout.copies)
     shared_gradients = layout.zero >= 2 and (layout.pp == 1 or layout.zero == 3)
     return (
         num_parameters * width / (copies if layout.zero == 3 else 1.0),
@@ -102,7 +112,8 @@ def state_bytes(
 
 def _scores(shape: ModelShape, layout: Layout, software: Software) -> float:
     """Of the core of attention, of a block and micro-batch."""
-    rows, s, a = layout.micro_batch, shape.sequence_length, shape.num_heads
+    s, a = shape.sequence_length, shape.num_heads
+    rows = layout.micro_batch / layout.cp
     if software.activations == "megatron":
         return 0.0 if software.fused_attention else 5.0 * a * s * s * rows / layout.tp
     return 4.0 * a * s * rows / layout.tp  # a number for each row of scores
@@ -127,7 +138,7 @@ def block_bytes(
     """
     recompute = layout.recompute if recompute is None else recompute
     element, t = ELEMENT_BYTES[precision], layout.tp
-    tokens = float(layout.micro_batch * shape.sequence_length)
+    tokens = layout.micro_batch * shape.sequence_length / layout.cp
     share = 1.0 / t if layout.sequence_parallel else 1.0
     if recompute == "block":
         return element * tokens * shape.dim * share
@@ -207,43 +218,91 @@ def _of_rank(
     parameters, gradients, states = state_bytes(
         count, layout, software, precision=precision, optimizer_bytes=optimizer_bytes
     )
-    tokens = float(layout.micro_batch * shape.sequence_length)
+    tokens = layout.micro_batch * shape.sequence_length / layout.cp
     share = 1.0 / t if layout.sequence_parallel else 1.0
     each = block_bytes(shape, layout, software, precision=precision)
     whole = block_bytes(shape, layout, software, precision=precision, recompute="none")
     activations = each * blocks_of_a_rank(shape, layout) * kept(layout, rank)
-    logits = 0.0
+    # Of a block's backward, while all else is there: gradients of the MLP's inside, before and
+    # behind its activation, and of the tokens.
+    under_way = element * tokens * (2.0 * shape.inner / t + 2.0 * shape.dim)
+    logits = 0.0 if software.activations == "megatron" else under_way
     if rank == (0 if layout.schedule == "zbv" else layout.pp - 1):
-        # What the last norm takes and gives.
-        activations += 2.0 * element * shape.dim * tokens * share
+        # What the last norm takes and gives, which is gone when the blocks' backward begins.
+        last_norm = 2.0 * element * shape.dim * tokens * share
         every = tokens * shape.vocab_size / t
-        logits = (element + 8.0) * every
+        of_loss = (element + 8.0) * every
         if not software.whole_logits:
             # And the gradient of the head, added up in fp32.
-            logits = min(4.0 * every, float(CHUNK_BYTES)) + 4.0 * shape.head_parameters / t
+            of_loss = min(4.0 * every, float(CHUNK_BYTES)) + 4.0 * shape.head_parameters / t
+        activations += last_norm
+        logits = max(of_loss, logits - last_norm)
     messages = 0.0
     if layout.pp > 1:
         neighbors = 1 if rank in (0, layout.pp - 1) and layout.stages_per_rank == 1 else 2
         messages = MESSAGES * neighbors * element * tokens * shape.dim * share
+    left_out = codec_memory(layout.codec, copies=layout.copies) * count
+    tiles = OFFLOAD_TILES if layout.offload != "none" else 0.0
     return Memory(
         parameters=parameters,
         gradients=gradients,
-        states=states,
+        states=left_out + (min(states, tiles) if tiles else states),
         activations=activations,
         recomputed=whole - each if layout.recompute != "none" else 0.0,
         logits=logits,
-        buffers=messages + _buckets(shape, layout, software, count, element),
+        buffers=messages
+        + _buckets(shape, layout, software, count, element)
+        + _gathered_keys(shape, layout, element),
     )
+
+
+def host_bytes(shape: ModelShape, layout: Layout, optimizer_bytes: float) -> float:
+    """Of host memory that a rank's offloaded states take, with master weights.
+
+    Args:
+        shape: Of the model.
+        layout: Which may offload.
+        optimizer_bytes: Of an element's states.
+    """
+    if layout.offload == "none":
+        return 0.0
+    count = max(rank_parameters(shape, layout, rank) for rank in (0, layout.pp - 1))
+    return (optimizer_bytes + 4.0) * count / layout.copies
+
+
+def _gathered_keys(shape: ModelShape, layout: Layout, element: int) -> float:
+    """Keys and values of other ranks' tokens, of one block: of all of them, or of a ring the part
+    at hand and that which comes."""
+    if layout.cp == 1:
+        return 0.0
+    keys = 2.0 * element * layout.micro_batch * shape.sequence_length * shape.kv_width / layout.tp
+    return keys * (2.0 / layout.cp if layout.cp_method == "ring" else 1.0)
 
 
 def _buckets(
     shape: ModelShape, layout: Layout, software: Software, count: float, element: int
 ) -> float:
-    if layout.dp == 1:
+    if layout.copies == 1:
         return 0.0
+    gradient = max(software.gradient_bytes, element)
     if layout.zero < 3:
-        gradient = max(software.gradient_bytes, element)
-        return min(BUCKETS * float(software.bucket_bytes), count * gradient)
+        most = count * gradient
+        if software.buckets_are_slices:  # of the gradients: those of other owners are beside them
+            most *= 1.0 - 1.0 / layout.copies if layout.zero == 2 else 0.0
+        return min(BUCKETS * float(software.bucket_bytes), most)
     unit = shape.block_parameters * element / layout.tp
     ends = max(0.0, count - blocks_of_a_rank(shape, layout) * shape.block_parameters / layout.tp)
-    return 3.0 * unit + 2.0 * element * ends
+    return _units_gathered(layout, software) * unit + 2.0 * element * ends
+
+
+def _units_gathered(layout: Layout, software: Software) -> float:
+    """Blocks of which ZeRO 3 has parameters or gradients whole at the peak: of a step of pyops that
+    is before backward, or within it where blocks are computed again (counted in runs).
+
+    Args:
+        layout: Which may compute blocks again.
+        software: What trains it.
+    """
+    if not software.buckets_are_slices:
+        return 3.0
+    return 4.0 if layout.recompute == "block" else 2.0

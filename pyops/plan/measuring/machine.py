@@ -1,8 +1,7 @@
-"""This machine, measured: products, memory, messages between processes; and costs of a profile.
+"""This machine, measured: products, memory, messages between processes.
 
 Machine.here()      products of several widths, a copy, sums between ranks where there are some
   .cluster()        the same as a Cluster, to plan with
-ProfiledCosts       seconds and bytes of blocks that `pyops.pipeline.profile` has measured
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from pyops.comm import all_reduce
 from pyops.comm.agreement import gather
 from pyops.mesh import ProcessGroupLike, resolve
-from pyops.pipeline import Profile, balance, schedule, simulate
 from pyops.plan.clusters import GIB, Cluster, Device, Efficiency, Link
-from pyops.plan.layout import SEVERAL_STAGES, Layout
-from pyops.plan.shapes import PlanError
 
-__all__ = ["Machine", "ProfiledCosts"]
+__all__ = ["Machine"]
 
 SHORTEST = 0.02  # seconds that each measurement takes
 ROUNDS = 9
@@ -65,6 +62,8 @@ class Machine:
     """Seconds of a small sum between ranks, for each hop."""
     bandwidth: float
     """Bytes a second of a large sum."""
+    processors: int = 0
+    """That the ranks share; 0: nobody knows."""
 
     @classmethod
     def here(cls, *, group: ProcessGroupLike = None) -> Machine:
@@ -92,7 +91,9 @@ class Machine:
             bandwidth = moved / max(1e-9, large - small)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         name = f"{platform.machine()}, {torch.get_num_threads()} threads"
-        found = cls(name, products, copy, pages / GIB / number, number, latency, bandwidth)
+        found = cls(
+            name, products, copy, pages / GIB / number, number, latency, bandwidth, _processors()
+        )
         return found if number == 1 else _slowest(gather(found, group=group))
 
     def cluster(self, *, devices: int = 0) -> Cluster:
@@ -123,6 +124,7 @@ class Machine:
             network=link,
             num_devices=number,
             device_hours=50000.0,
+            processors=self.processors // torch.get_num_threads(),
             sources={
                 "device": source,
                 "node": source if self.num_ranks > 1 else "estimate: one process measured",
@@ -130,6 +132,13 @@ class Machine:
                 "failures": "of the H100's file",
             },
         )
+
+
+def _processors() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 0
 
 
 def _slowest(several: Sequence[Machine]) -> Machine:
@@ -157,7 +166,7 @@ def _product(width: int, dtype: torch.dtype) -> float:
 
 def _sum(nbytes: int, group: dist.ProcessGroup) -> float:
     values = torch.zeros(nbytes // 4)
-    return _in_step(lambda: dist.all_reduce(values, group=group), group)
+    return _in_step(lambda: all_reduce(values, group=group), group)
 
 
 def _in_step(call: Callable[[], object], group: dist.ProcessGroup) -> float:
@@ -169,54 +178,3 @@ def _in_step(call: Callable[[], object], group: dist.ProcessGroup) -> float:
         call()
         found.append(time.perf_counter() - start)
     return min(found)
-
-
-@dataclass(frozen=True)
-class ProfiledCosts:
-    """The time and memory of a pipeline whose layers were measured, in place of formulas."""
-
-    profile: Profile
-    """As `pyops.pipeline.profile` measured it, for one micro-batch."""
-    latency: float = 0.0
-    """Seconds until what was sent arrives."""
-    bandwidth: float = float("inf")
-    """Bytes a second of each channel."""
-
-    def step(self, layout: Layout) -> tuple[float, float]:
-        """(seconds of a step without messages of dp, bytes of the fullest rank).
-
-        Args:
-            layout: With its pp, schedule and micro-batches; tp must be 1.
-
-        Raises:
-            PlanError: The layout cuts layers, which the profile has whole, or there are fewer
-                layers than stages.
-        """
-        layout.validate()
-        if layout.tp > 1:
-            raise PlanError(
-                f"tp is {layout.tp}, but the profile has whole layers; set it to 1, or profile the "
-                "layers of a rank"
-            )
-        if layout.num_stages > len(self.profile):
-            raise PlanError(
-                f"the profile has {len(self.profile)} layers, fewer than {layout.num_stages} "
-                "stages; take fewer, or profile smaller layers"
-            )
-        if layout.pp == 1:
-            seconds = layout.num_microbatches * sum(x.time for x in self.profile.layers)
-            count = len(self.profile)
-            return seconds, self.profile.weights(0, count) + self.profile.kept(0, count)
-        several = {"v": layout.stages_per_rank} if layout.schedule in SEVERAL_STAGES else {}
-        made = schedule(
-            layout.schedule,
-            num_stages=layout.pp,
-            num_microbatches=layout.num_microbatches,
-            **several,
-        ).with_recompute("always" if layout.recompute == "block" else "never")
-        bounds = balance(self.profile, num_stages=made.num_stages)
-        costs = self.profile.costs(
-            bounds, split=made.splits_backward, latency=self.latency, bandwidth=self.bandwidth
-        )
-        timeline = simulate(made, costs)
-        return timeline.makespan, max(timeline.memory)

@@ -1,0 +1,295 @@
+"""What the planner says of layouts of a GPT on this machine, beside their runs: 20 layouts on 1, 2
+and 4 processes of one thread each, the rows of a step the same for all.
+
+    predicted    from this machine, its links and the model's blocks, measured with as many ranks
+    measured     steps as `pyops train` takes them, all layouts in turn; bytes that tensors take
+
+Every third layout is one to which the overheads of a message and of a micro-batch are fitted, in
+launches of an operation; the others are held out. The last row has what all say together, and the
+overheads, which `pyops.plan.costs.measured` has for machines where no layouts were run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.harness import Row, keep_row
+from benchmarks.plan_teams import LAYOUTS, PRECISION, SIZES, Size, shape_of
+from benchmarks.planned_choices import CHOICES, Choice
+from benchmarks.rank_teams import Team
+from pyops.plan import (
+    PYOPS,
+    Case,
+    Layout,
+    Line,
+    Machine,
+    MeasuredCosts,
+    memory,
+    step_time,
+)
+
+__all__ = [
+    "Measured",
+    "fit",
+    "rank_correlation",
+    "rows_of",
+    "run",
+    "search_row",
+    "together",
+    "with_overheads",
+]
+
+ROUNDS = 9
+MESSAGES = tuple(25.0 * i for i in range(41))  # overheads that are looked at
+TURNS = tuple(50.0 * i for i in range(31))
+THIRD = 3
+LEAST = {"rank_correlation": 0.9}
+MOST = {"best_predicted_over_best": 1.10, "memory_off_most": 0.05}
+SOFTWARE = replace(PYOPS, fragmentation=1.0, straggling=0.0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A layout, what was measured of it and what the planner says."""
+
+    layout: Layout
+    """How ranks share the model."""
+    seconds: tuple[float, ...]
+    """Of its steps, on the slowest rank."""
+    mib: float
+    """Of the fullest rank."""
+    case: Case
+    """The machine with as many ranks."""
+    fitted: bool
+    """Whether overheads were fitted to it."""
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step: the median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def planned(self) -> float:
+        """Seconds of a step, predicted."""
+        return step_time(self.case, self.layout).total
+
+    @property
+    def planned_mib(self) -> float:
+        """Of the fullest rank, predicted."""
+        found = memory(self.case.shape, self.layout, SOFTWARE, precision=PRECISION)
+        return found.total / 2**20
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        layout = self.layout
+        parts = [f"{layout.num_ranks} process{'es' if layout.num_ranks > 1 else ''}"]
+        parts += [str(layout)] if layout.num_ranks > 1 else []
+        parts += [f"ZeRO {layout.zero}"] if layout.zero else []
+        parts += [layout.schedule] if layout.pp > 1 else []
+        parts += [layout.cp_method] if layout.cp > 1 else []
+        parts += ["sequence parallel"] if layout.sequence_parallel else []
+        parts += [f"{layout.micro_batch} x {layout.num_microbatches} rows"]
+        parts += ["blocks recomputed"] if layout.recompute == "block" else []
+        return ", ".join(parts)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, of numbers that are all different."""
+
+    def ranks(values: Sequence[float]) -> list[int]:
+        order = sorted(range(len(values)), key=lambda i: values[i])
+        return [order.index(i) for i in range(len(values))]
+
+    n = len(first)
+    squares = sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True))
+    return 1.0 - 6.0 * squares / (n * (n * n - 1))
+
+
+def _lines(tree: Mapping[str, Mapping[str, float]]) -> dict[int, Line]:
+    return {int(t): Line(**line) for t, line in tree.items()}
+
+
+def _case(size: Size, found: Mapping[str, Any]) -> Case:
+    """Of what a rank has measured."""
+    whole, costs = dict(found["machine"]), dict(found["costs"])
+    whole["products"] = {
+        kind: {int(width): rate for width, rate in widths.items()}
+        for kind, widths in whole["products"].items()
+    }
+    for part in ("forward", "backward", "ends_forward", "ends_backward"):
+        costs[part] = _lines(costs[part])
+    costs["optimizer"] = Line(**costs["optimizer"])
+    del costs["of_a_message"], costs["of_a_turn"]
+    cluster = Machine(**whole).cluster()
+    return Case(shape_of(size), cluster, SOFTWARE, PRECISION, MeasuredCosts(**costs))
+
+
+def measured(size: Size, *, name: str, rounds: int) -> list[Measured]:
+    """All layouts of a size, measured and predicted."""
+    with ExitStack() as stack:
+        teams = {
+            n: stack.enter_context(Team("plan", ranks=n, size=name, module="benchmarks.plan_teams"))
+            for n in size.ranks
+        }
+        cases = {n: _case(size, team.call("machine")[0]) for n, team in teams.items()}
+        taken = {n: team.call("prepare") for n, team in teams.items()}
+        steps: dict[int, list[list[float]]] = {n: [] for n in teams}
+        for _ in range(rounds):
+            for n, team in teams.items():
+                several = team.call("round")
+                walls = [[wall for wall, _ in each] for each in several]
+                steps[n].append([max(each) for each in zip(*walls, strict=True)])
+    found: list[Measured] = []
+    for n in teams:
+        for i, layout in enumerate(LAYOUTS[n]):
+            most = max(each[i] for each in taken[n]) / 2**20
+            seconds = tuple(each[i] for each in steps[n])
+            fitted = len(found) % THIRD == 0
+            found.append(Measured(layout, seconds, most, cases[n], fitted))
+    return found
+
+
+def fit(found: Sequence[Measured]) -> tuple[float, float]:
+    """The overheads of a message and of a micro-batch, in launches, that are least off on the
+    fitted layouts."""
+    fitted = [each for each in found if each.fitted]
+
+    def off(overheads: tuple[float, float]) -> float:
+        several = with_overheads(fitted, overheads)
+        return sum(abs(math.log(each.planned / each.step)) for each in several)
+
+    return min(itertools.product(MESSAGES, TURNS), key=off)
+
+
+def together(found: Sequence[Measured]) -> dict[str, Any]:
+    """What all rows say."""
+    held_out = [each for each in found if not each.fitted]
+    off = [abs(each.planned / each.step - 1.0) for each in held_out]
+    bytes_off = [abs(each.planned_mib / each.mib - 1.0) for each in found]
+    chosen = min(found, key=lambda each: each.planned)
+    fastest = min(found, key=lambda each: each.step)
+    return {
+        "rank_correlation": rank_correlation(
+            [each.planned for each in found], [each.step for each in found]
+        ),
+        "best_predicted_over_best": chosen.step / fastest.step,
+        "held_out_off": statistics.fmean(off),
+        "held_out_off_most": max(off),
+        "memory_off": statistics.fmean(bytes_off),
+        "memory_off_most": max(bytes_off),
+        "chosen": chosen.name,
+        "fastest": fastest.name,
+    }
+
+
+def _common(rounds: int) -> dict[str, Any]:
+    """Of every row."""
+    return {
+        "bench": "plan",
+        "device": "cpu",
+        "speedup": {},
+        "rounds": rounds,
+        "machine": machine.describe(torch.device("cpu")) | {"threads": 1},
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def search_row(choice: Choice) -> Row:
+    """How long a search takes on one core, and how much memory this process takes then."""
+    start = time.process_time()
+    plan = choice.plan()
+    seconds = time.process_time() - start
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        **_common(1),
+        "case": f"search, {choice.name} on {choice.cluster.num_devices:,} devices",
+        "us": {"best": [round(1e6 * seconds, 3)] * 3},
+        "layouts": plan.num_tried,
+        "process_gib": round(kib / 2**20, 3),
+        "most": {"ms": 30e3, "process_gib": 1.0},
+    }
+
+
+def rows_of(
+    found: Sequence[Measured], *, rounds: int, overheads: tuple[float, float]
+) -> Iterator[Row]:
+    """A row of each layout, and one of all together."""
+    common = _common(rounds)
+    for each in found:
+        yield {
+            **common,
+            "case": each.name,
+            "us": {"a step": [round(1e6 * q, 3) for q in _quantiles(each.seconds)]},
+            "planned_ms": round(1e3 * each.planned, 3),
+            "step_off": round(each.planned / each.step - 1.0, 4),
+            "fitted": each.fitted,
+            "mib": round(each.mib, 2),
+            "planned_mib": round(each.planned_mib, 2),
+            "mib_off": round(each.planned_mib / each.mib - 1.0, 4),
+        }
+    yield {
+        **common,
+        "case": f"{len(found)} layouts together",
+        "us": {},
+        "overheads": list(overheads),
+        **together(found),
+        "least": LEAST,
+        "most": MOST,
+    }
+
+
+def with_overheads(found: Sequence[Measured], overheads: tuple[float, float]) -> list[Measured]:
+    """The same, predicted with these overheads of a message and of a micro-batch."""
+    message, turn = overheads
+    several = []
+    for each in found:
+        if each.case.measured is not None:
+            costs = replace(each.case.measured, of_a_message=message, of_a_turn=turn)
+            each = replace(each, case=replace(each.case, measured=costs))
+        several.append(each)
+    return several
+
+
+def _quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    fifths = statistics.quantiles(seconds, n=5)
+    return fifths[0], statistics.median(seconds), fifths[-1]
+
+
+def run(options: Any, *, size: str = "reference") -> list[Row]:
+    """The rows of all layouts, and one of all together."""
+    if options.device.type == "cuda":
+        print("of processes on a CPU: nothing to do for a GPU")
+        return []
+    rounds = min(options.rounds, ROUNDS)
+    found = measured(SIZES[size], name=size, rounds=rounds)
+    overheads = fit(found)
+    several = rows_of(with_overheads(found, overheads), rounds=rounds, overheads=overheads)
+    rows = []
+    for row in (*several, search_row(CHOICES["nodes"][-1])):
+        text = {key: value for key, value in row.items() if key in SHOWN}
+        print(text, flush=True)
+        keep_row(row)
+        rows.append(row)
+    return rows
+
+
+SHOWN = (
+    "case", "us", "overheads", "fitted", "planned_ms", "step_off", "mib", "planned_mib", "mib_off",
+    "rank_correlation", "best_predicted_over_best", "held_out_off", "held_out_off_most",
+    "memory_off", "memory_off_most", "chosen", "fastest", "layouts", "process_gib",
+)  # fmt: skip
