@@ -234,7 +234,7 @@ class ParallelAttention(nn.Module):
         q, k, v = self._project(x, (B, T), memory, memory_shape)
         if rotary is not None:
             q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
-        causal, layout = self.causal, self._layout(T, q, past)
+        causal, layout = self.causal, self._layout(self.core.lengths(T, T)[0], q, past)
         if past is not None:
             causal = causal and len(past) == 0  # a single token that follows sees all
             k, v = past.extend(k, v)
