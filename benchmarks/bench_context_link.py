@@ -85,13 +85,14 @@ def _row(ranks: int, mbit: int, kv_heads: int, length: int, results: list[dict[s
     found = {"methods": methods, "compute": tuple(compute), "latency": latency}
     expected = predicted(ranks, mbit, kv_heads, length, found=found)
     middle = {method: statistics.median(seconds[method]) for method in methods}
+    order = sorted(methods, key=lambda method: middle[method])
     speed = f"{mbit} Mbit/s" if mbit < 1000 else f"{mbit // 1000} Gbit/s"
     return {
         "bench": "context_link",
         "case": f"attention, cp = {ranks}, {speed}, {length} tokens, {kv_heads} of {HEADS} heads "
         "of keys",
         "device": "cpu",
-        "us": {method: quantiles(seconds[method]) for method in methods},
+        "us": {method: quantiles(seconds[method]) for method in order},
         "speedup": {},
         "max_error": None,
         "rounds": len(seconds[methods[0]]),
@@ -108,7 +109,7 @@ def _row(ranks: int, mbit: int, kv_heads: int, length: int, results: list[dict[s
             method: round(max(statistics.fmean(r[method]["sent"]) for r in results))
             for method in methods
         },
-        "order": sorted(methods, key=lambda method: middle[method]),
+        "order": order,
         "predicted_order": sorted(methods, key=lambda method: expected[method]),
         "same_order": agree(middle, expected),
         "machine": {**machine.describe(torch.device("cpu")), "threads": 1},

@@ -28,9 +28,9 @@ __all__ = ["longest", "run"]
 LIMIT = 2 << 30
 METHOD = "ring"
 RANKS = (1, 2, 4)
-UNIT = 512  # tokens: lengths are multiples of it, which zigzag shares out over up to 256 ranks
-GUESS = 12 * 1024  # of one rank
-NEAR = 0.02  # of a length: how near the shortest that does not fit comes
+UNIT = 128  # tokens: lengths are multiples of it, which zigzag shares out over up to 64 ranks
+GUESS = 4 * 1024  # of one rank
+NEAR = 0.03  # of a length: how near the shortest that does not fit comes
 TIMEOUT = 900
 MEMORY_ERRORS = ("can't allocate memory", "bad_alloc", "MemoryError", "Cannot allocate memory")
 

@@ -25,9 +25,9 @@ __all__ = ["MODEL", "step"]
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512,
-    "num_layers": 8,
+    "num_layers": 24,
     "dim": 128,
-    "num_heads": 2,
+    "num_heads": 1,
     "head_dim": 16,
     "positions": "rotary",
 }

@@ -39,7 +39,7 @@ def test_a_row_of_the_link_compares_what_is_measured_with_the_model() -> None:
 
 
 def test_the_longest_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in (700, 5_000, 14_000, 33_333):
+    for limit in (700, 5_000, 8_200, 20_000):
         tried: list[int] = []
 
         def seconds(ranks: int, length: int, limit: int = limit) -> float | None:
@@ -47,15 +47,15 @@ def test_the_longest_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             return float(length) if length <= limit else None
 
         monkeypatch.setattr(bench_context_memory, "_seconds", seconds)
-        found, of_it = bench_context_memory.longest(2, guess=12_288)
+        found, of_it = bench_context_memory.longest(2, guess=8_192)
         unit = bench_context_memory.UNIT
         assert found % unit == 0
         assert found <= limit < found + max(unit, bench_context_memory.NEAR * limit) + unit
         assert of_it == found
         assert len(tried) < 12
     monkeypatch.setattr(bench_context_memory, "_seconds", lambda ranks, length: None)
-    with pytest.raises(RuntimeError, match="not even 512 tokens fit"):
-        bench_context_memory.longest(2, guess=12_288)
+    with pytest.raises(RuntimeError, match="not even 128 tokens fit"):
+        bench_context_memory.longest(2, guess=8_192)
 
 
 def test_a_failure_for_another_reason_than_memory_is_raised() -> None:

@@ -24,6 +24,7 @@ from pyops.models import (
     ViTConfig,
 )
 from pyops.optim import AdamW
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
@@ -41,30 +42,32 @@ BERT_CONFIG = BERTConfig(vocab_size=V, sequence_length=S, **SIZES)
 ROFORMER = BERTConfig(vocab_size=V, sequence_length=S, positions="rotary", **SIZES)
 
 
-def _t5(context: ContextRanks | None, order: str, dtype: torch.dtype) -> T5:
+def _t5(context: ContextRanks | None, order: str, dtype: torch.dtype, **layout: Any) -> T5:
     config = T5Config(
         vocab_size=V, num_buckets=8, max_distance=10, activation="gated_gelu", **SIZES
     )
-    return T5(config, context=context, order=order, dtype=dtype)
+    return T5(config, context=context, order=order, dtype=dtype, **layout)
 
 
 def _vit(side: int) -> Callable[..., ViT]:
-    def make(context: ContextRanks | None, order: str, dtype: torch.dtype) -> ViT:
+    def make(context: ContextRanks | None, order: str, dtype: torch.dtype, **layout: Any) -> ViT:
         config = ViTConfig(num_labels=V, image_size=2 * side, patch_size=2, **SIZES)
-        return ViT(config, context=context, order=order, dtype=dtype)
+        return ViT(config, context=context, order=order, dtype=dtype, **layout)
 
     return make
 
 
 def _bert(config: BERTConfig) -> Callable[..., BERT]:
-    def make(context: ContextRanks | None, order: str, dtype: torch.dtype) -> BERT:
-        return BERT(config, context=context, order=order, dtype=dtype)
+    def make(context: ContextRanks | None, order: str, dtype: torch.dtype, **layout: Any) -> BERT:
+        return BERT(config, context=context, order=order, dtype=dtype, **layout)
 
     return make
 
 
-def _classifier(context: ContextRanks | None, order: str, dtype: torch.dtype) -> BERTClassifier:
-    return BERTClassifier(BERT_CONFIG, num_labels=V, context=context, dtype=dtype)
+def _classifier(
+    context: ContextRanks | None, order: str, dtype: torch.dtype, **layout: Any
+) -> BERTClassifier:
+    return BERTClassifier(BERT_CONFIG, num_labels=V, context=context, dtype=dtype, **layout)
 
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -179,10 +182,15 @@ def test_results_of_the_first_token_are_the_same_on_every_rank() -> None:
         torch.testing.assert_close(own, whole, rtol=1e-12, atol=1e-14)
 
 
-def _trained(model: nn.Module, mesh: Mesh | None) -> list[float]:
-    """Losses of STEPS steps, in fp32."""
-    through = model if mesh is None else DataParallel(model, mesh=mesh, reduction="sum")
-    optimizer = AdamW(model.parameters(), lr=5e-3)
+def _trained(model: nn.Module, mesh: Mesh | None, *, shards: bool = False) -> list[float]:
+    """Losses of STEPS steps, in fp32; shards: by ZeRO, over ranks that cut layers as well."""
+    through, optimizer = model, AdamW(model.parameters(), lr=5e-3)
+    if shards:
+        config = ZeroConfig(stage=1, reduction="sum")
+        optimizer = ZeroOptimizer(model, AdamW, config, mesh=mesh, lr=5e-3)
+    elif mesh is not None:
+        through = DataParallel(model, mesh=mesh, reduction="sum")
+        optimizer = AdamW(model.parameters(), lr=5e-3)
     found = []
     for step in range(STEPS):
         loss = _loss(model, step=step, through=through, reduction="mean")
@@ -193,21 +201,36 @@ def _trained(model: nn.Module, mesh: Mesh | None) -> list[float]:
     return found
 
 
-def _on_ranks(rank: int, group: Any, names: list[str], cp: int, method: str) -> dict[str, Any]:
-    mesh = Mesh(Axes(cp=cp))
+def _on_ranks(
+    rank: int, group: Any, names: list[str], cp: int, tp: int, method: str
+) -> dict[str, Any]:
+    mesh = Mesh(Axes(cp=cp, tp=tp))
     context = ContextRanks.of(mesh, method=method)
-    return {name: _trained(MODELS[name](context, "zigzag", torch.float32), mesh) for name in names}
+    layout: dict[str, Any] = {"group": mesh, "sequence_parallel": True} if tp > 1 else {}
+    return {
+        name: _trained(
+            MODELS[name](context, "zigzag", torch.float32, **layout), mesh, shards=tp > 1
+        )
+        for name in names
+    }
 
 
 @pytest.mark.parametrize(
-    ("cp", "method"),
-    [(2, "gather"), full(2, "ulysses"), full(2, "ring"), full(4, "ring"), full(4, "gather")],
+    ("cp", "tp", "method"),
+    [
+        (2, 1, "gather"),
+        full(2, 1, "ulysses"),
+        full(2, 1, "ring"),
+        full(4, 1, "ring"),
+        full(4, 1, "gather"),
+        full(2, 2, "ring"),
+    ],
 )
 def test_twenty_losses_with_dropout_are_those_of_one_process(
-    world: Any, cp: int, method: str
+    world: Any, cp: int, tp: int, method: str
 ) -> None:
     names = ["T5", "ViT of 10 tokens", "BERT", "classifier"]
-    found = world(cp).run(_on_ranks, names, cp, method)
+    found = world(cp * tp).run(_on_ranks, names, cp, tp, method)
     for name in names:
         expected = _trained(MODELS[name](None, "zigzag", torch.float32), None)
         assert expected[-1] < 0.98 * expected[0], f"{name} learns nothing: {expected}"
