@@ -105,7 +105,7 @@ def _row(ranks: int, mbit: int, kv_heads: int, length: int, results: list[dict[s
         "received_bytes": {
             method: max(r[method]["received_bytes"] for r in results) for method in methods
         },
-        "wire_bytes": {
+        "sent_bytes": {
             method: round(max(statistics.fmean(r[method]["sent"]) for r in results))
             for method in methods
         },

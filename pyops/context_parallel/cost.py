@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from pyops.context_parallel.attention import METHODS
+from pyops.context_parallel.head_exchange import copied_heads
 from pyops.context_parallel.peers import wide_dtype
 
 __all__ = ["AttentionShape", "ContextCost", "Pass", "context_cost"]
@@ -177,7 +178,8 @@ def context_cost(
 
 
 def _exchange(shape: AttentionShape, *, ranks: int, u: int) -> tuple[ContextCost, int]:
-    """The exchange of tokens for heads and back; and the most heads of keys that a rank has."""
+    """The exchange of tokens for heads and back; and the most heads of keys that a rank has then:
+    one for each query head, where these do not share them evenly."""
     H, each = shape.num_heads, shape.num_heads // shape.kv_heads
     cuts = [(r * H // u, (r + 1) * H // u) for r in range(u)]
     kv = [(stop - 1) // each - start // each + 1 for start, stop in cuts]
@@ -186,12 +188,15 @@ def _exchange(shape: AttentionShape, *, ranks: int, u: int) -> tuple[ContextCost
         return ContextCost(Pass(0, 0, 0), Pass(0, 0, 0)), kv[0]
     own = [stop - start for start, stop in cuts]
     # Queries of own heads, or gradients of their results; results of others', or their gradients.
-    queries = [n * ((u - 1) * each + H - each) for each in own]
-    forward = [x + 2 * m * (u - 1) * each for x, each in zip(queries, kv, strict=True)]
-    backward = [x + 2 * m * (sum(kv) - each) for x, each in zip(queries, kv, strict=True)]
+    queries = [n * ((u - 1) * heads + H - heads) for heads in own]
+    forward = [x + 2 * m * (u - 1) * heads for x, heads in zip(queries, kv, strict=True)]
+    backward = [x + 2 * m * (sum(kv) - heads) for x, heads in zip(queries, kv, strict=True)]
     size = shape.rows * shape.head_dim * shape.dtype.itemsize
-    passes = (Pass(size * max(each), 2 * (u - 1), 2) for each in (forward, backward))
-    return ContextCost(*passes), max(kv)
+    passes = (Pass(size * max(numbers), 2 * (u - 1), 2) for numbers in (forward, backward))
+    copied = (copied_heads(start, stop, each) for start, stop in cuts)
+    return ContextCost(*passes), max(
+        shared if copies is None else len(copies) for shared, copies in zip(kv, copied, strict=True)
+    )
 
 
 def _sum(a: Pass, b: Pass) -> Pass:

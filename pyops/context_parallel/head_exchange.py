@@ -20,7 +20,21 @@ from torch import Tensor
 from pyops.context_parallel.peers import Peers, wide_dtype
 from pyops.context_parallel.problem import Heads
 
-__all__ = ["HeadExchange"]
+__all__ = ["HeadExchange", "copied_heads"]
+
+
+def copied_heads(start: int, stop: int, each: int) -> list[int] | None:
+    """For each query head from `start` up to `stop` that of keys, among those that they see, where
+    these query heads do not share them evenly; None where they do.
+
+    Args:
+        start, stop: Query heads.
+        each: How many share a head of keys.
+    """
+    of_query = [head // each - start // each for head in range(start, stop)]
+    H, G = len(of_query), of_query[-1] + 1
+    even = H % G == 0 and of_query == [head * G // H for head in range(H)]
+    return None if even else of_query
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,8 @@ class HeadExchange:
         """
         q, k, v = _ToHeads.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         mine, each = self.own, self.num_heads // self.num_kv_heads
-        first = self.kv_heads(self.peers.index).start
-        of_query = [head // each - first for head in range(mine.start, mine.stop)]
-        H, G = len(of_query), k.shape[2]
-        if of_query != [head * G // H for head in range(H)] or H % G:
-            index = torch.tensor(of_query, device=k.device)
+        if (copied := copied_heads(mine.start, mine.stop, each)) is not None:
+            index = torch.tensor(copied, device=k.device)
             k, v = (x.index_select(2, index) for x in (k, v))
         return q, k, v
 
