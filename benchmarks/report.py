@@ -203,6 +203,21 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "visited": lambda row: (
         f"{row['density']:.1%}" if row["bench"] in SPARSE and "density" in row else ""
     ),
+    "% of ideal": lambda row: f"{row['percent_of_ideal']:.0f}" if "percent_of_ideal" in row else "",
+    "MB received": lambda row: (
+        f"{row['received_bytes'] / 1e6:.3g}" if isinstance(row.get("received_bytes"), int) else ""
+    ),
+    "most pairs over the mean": lambda row: (
+        f"{row['most_pairs_over_mean']:.2f}" if "most_pairs_over_mean" in row else ""
+    ),
+    "each method, and what the model says": lambda row: ", ".join(
+        f"{name} {duration(row['us'][name][1])} ({row['predicted_seconds'][name]:.3g} s)"
+        for name in row.get("order", ())
+    ),
+    "in the model's order": lambda row: (
+        ("yes" if row["same_order"] else "no") if "same_order" in row else ""
+    ),
+    "tokens": lambda row: f"{row['tokens']:,}" if "limit_bytes" in row else "",
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),

@@ -12,19 +12,21 @@ the groups of them gather keys, or pass them around (USP, arXiv:2405.07719).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyops.comm.collectives.transport import Transport, VirtualTransport
-from pyops.context_parallel.checks import agree_on, check_row, described
+from pyops.context_parallel.checks import agree_on, check_layout, check_row, described
 from pyops.context_parallel.gathered import Outer, gathered_attention
 from pyops.context_parallel.head_exchange import HeadExchange
 from pyops.context_parallel.order import Order
 from pyops.context_parallel.peers import Peers, Wire
 from pyops.context_parallel.problem import Heads, Problem
 from pyops.context_parallel.ring import ring_attention
+from pyops.context_parallel.single_token import OnceOfRanks, OnEveryRank
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, attention
 from pyops.torch_private import disable_dynamo
@@ -123,6 +125,14 @@ class ContextRow:
     """That share them, and the method."""
     order: Order
     """Which tokens each rank holds."""
+    memory: Order | None = None
+    """Which keys each rank holds, where these are of another row, as in cross-attention; None:
+    those of its tokens."""
+
+    @property
+    def orders(self) -> tuple[Order, Order]:
+        """Of queries, and of keys."""
+        return self.order, self.order if self.memory is None else self.memory
 
     def index(self, *, device: torch.device | str | None = None) -> Tensor:
         """The places of this rank's tokens: int64 [n]."""
@@ -145,22 +155,26 @@ class ContextRow:
         soft_cap: float | None = None,
         dropout: AttentionDropout | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries to the keys of the whole row. Collective: every rank
-        must call it, forward and backward. torch.compile compiles what is around it.
+        """Attention of this rank's queries to the keys of the whole row, or of `memory`'s.
+        Collective: every rank must call it, forward and backward. torch.compile compiles what is
+        around it.
 
         What concerns tokens is of the whole row and the same on every rank: `mask.documents` and
-        `mask.keys` [B, T], the bias [.., T, T], the counters of dropout. Gradients of the bias, and
-        of the parameters that q, k and v come from, are summands: their sum over the ranks is the
-        gradient. Differentiable once.
+        `mask.keys` [B, S], the bias [.., T, S], the counters of dropout; S is T but with `memory`.
+        Gradients of the bias, and of the parameters that q, k and v come from, are summands:
+        their sum over the ranks is the gradient. Differentiable once.
 
         Args:
             q: [B, n, H, K], the tokens at `index()`, n of T.
-            k: [B, n, G, K], of the same tokens.
-            v: [B, n, G, K].
+            k: [B, m, G, K], of the same tokens, or of those that `memory` gives the rank.
+            v: [B, m, G, K].
             scale, soft_cap: As for `pyops.ops.attention.attention`.
-            mask: Of the whole row, without places. A layout of blocks with "ulysses" alone.
+            mask: Of the whole row, without places. A layout of blocks goes with every method where
+                the order gives each rank whole blocks of 16 tokens or a multiple; else with
+                "ulysses".
             bias: Of the whole row; each rank computes with its own queries' rows.
-            dropout: Of the whole row: num_queries and num_keys are T without its padding.
+            dropout: Of the whole row: num_queries is T and num_keys S, without padding or what else
+                is padding by its documents.
 
         Returns:
             [B, n, H, K] in q's dtype.
@@ -177,43 +191,113 @@ class ContextRow:
             q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))
         problem = Problem(
             length=self.order.length,
+            num_keys=self.orders[1].length,
             scale=scale if scale is not None else max(q.shape[-1], 1) ** -0.5,
             mask=mask if mask is not None else AttentionMask(),
             bias=bias if isinstance(bias, AttentionBias) else AttentionBias(scores=bias),
             soft_cap=soft_cap,
             dropout=dropout if dropout is not None and dropout.p > 0 else None,
         )
-        _check(q, k, v, self.ranks, self.order, problem)
+        _check(q, k, v, self, problem)
         return _computed(q, k, v, self, problem)
+
+    def on_every_rank(self, x: Tensor, *, place: int = 0) -> Tensor:
+        """The token at a place, from the rank that holds it. Collective, forward alone: backward
+        the rank that holds it has the gradient that it finds itself.
+
+        Args:
+            x: [B, n, ...], the tokens at `index()`.
+            place: In the row.
+
+        Returns:
+            [B, ...] on every rank.
+        """
+        owner, at = self._holder(place)
+        wire = self.ranks.wire
+        if wire is None:
+            return x[:, at]
+        found: Tensor = OnEveryRank.apply(x, (owner, at), wire)  # type: ignore[no-untyped-call]
+        return found
+
+    def once(self, y: Tensor, *, place: int = 0) -> Tensor:
+        """y, which every rank computes alike of the token at a place: on the rank that holds it
+        with its gradient, on others with a gradient of zero. So the gradients of parameters that y
+        comes from are summands, as all are.
+
+        Args:
+            y: Of any shape, such as logits.
+            place: In the row.
+        """
+        found: Tensor = OnceOfRanks.apply(y, self.holds(place))  # type: ignore[no-untyped-call]
+        return found
+
+    def holds(self, place: int) -> bool:
+        """Whether the token at a place is this rank's."""
+        return self._holder(place)[0] == self.ranks.rank
+
+    def _holder(self, place: int) -> tuple[int, int]:
+        """The rank that holds a place, and where among its tokens."""
+        found = (self.order.places == place).nonzero()
+        if len(found) != 1:
+            raise ValueError(
+                f"place {place} is not one of a row of {self.order.length} tokens; give one from 0 "
+                f"to {self.order.length - 1}"
+            )
+        return int(found[0, 0]), int(found[0, 1])
+
+
+@lru_cache(maxsize=64)
+def _blocks(order: Order, heads: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The places that each group of `heads` neighbors holds: of one in the order of its tokens, of
+    several in that of the row."""
+    places = [order.index(rank, device=device) for rank in range(order.ranks)]
+    if heads == 1:
+        return tuple(places)
+    starts = range(0, order.ranks, heads)
+    return tuple(torch.cat(places[i : i + heads]).sort().values for i in starts)
+
+
+@lru_cache(maxsize=64)
+def _positions(order: Order, heads: int, first: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Where the tokens of each of the neighbors from rank `first` on stand among those of all of
+    them."""
+    block = _blocks(order, heads, device)[first // heads]
+    places = _blocks(order, 1, device)[first : first + heads]
+    return tuple(torch.searchsorted(block, each) for each in places)
+
+
+@lru_cache(maxsize=64)
+def _every_place(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)
 
 
 def _computed(q: Tensor, k: Tensor, v: Tensor, row: ContextRow, problem: Problem) -> Tensor:
-    ranks, u = row.ranks, row.ranks.heads
-    places = [row.order.index(rank, device=q.device) for rank in range(ranks.size)]
+    ranks, u, orders = row.ranks, row.ranks.heads, row.orders
     first = ranks.rank - ranks.rank % u  # of the neighbors that exchange heads
-    blocks = places  # in the order of each rank's tokens; of neighbors in that of the row
-    if u > 1:
-        blocks = [torch.cat(places[i : i + u]).sort().values for i in range(0, ranks.size, u)]
+    queries, keys = (_blocks(order, u, q.device) for order in orders)
     exchange = None
     heads = Heads(0, q.shape[2], q.shape[2])
     if u > 1:
         assert ranks.wire is not None
         exchange = HeadExchange(
             Peers(ranks.wire, range(first, first + u)),
-            tuple(torch.searchsorted(blocks[first // u], p) for p in places[first : first + u]),
+            _positions(orders[0], u, first, q.device),
+            _positions(orders[1], u, first, q.device),
             q.shape[2],
             k.shape[2],
         )
         heads = exchange.own
         q, k, v = exchange.to_heads(q, k, v)
-    if len(blocks) == 1:  # all tokens are here
-        y = _attention_here(q, k, v, problem.of_heads(heads), places)
+    if len(queries) == 1:  # all tokens are here
+        y = _attention_here(q, k, v, problem.of_heads(heads), (queries[0], keys[0]))
     else:
         assert ranks.wire is not None
-        own = blocks[first // u]
+        own = queries[first // u]
         outer = Outer(
             Peers(ranks.wire, range(ranks.rank % u, ranks.size, u)),
-            tuple(blocks),
+            own,
+            keys,
+            _every_place(problem.num_keys, q.device),
             problem.of_heads(heads).of_queries(own),
         )
         over = ring_attention if ranks.method == "ring" else gathered_attention
@@ -222,12 +306,12 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, row: ContextRow, problem: Problem
 
 
 def _attention_here(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, places: list[Tensor]
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, places: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Attention on one rank: in the order of the row, or, of one rank alone, in its own."""
-    if len(places) == 1 and bool((places[0][1:] < places[0][:-1]).any()):
+    if any(bool((each[1:] < each[:-1]).any()) for each in places):
         own = problem.of_queries(places[0])
-        return attention(q, k, v, **own.call(places[0], places[0], whole=False))
+        return attention(q, k, v, **own.call(*places, whole=False))
     return attention(
         q,
         k,
@@ -240,14 +324,16 @@ def _attention_here(
     )
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, order: Order, problem: Problem
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, row: ContextRow, problem: Problem) -> None:
     """All ranks return, or all raise."""
+    ranks, orders = row.ranks, row.orders
     error: Exception | None = None
     options: dict[str, str] = {}
     try:
-        check_row(q, k, v, order, problem, ranks=ranks.size, rows=ranks.heads == ranks.size)
+        check_row(q, k, v, orders, problem, ranks=ranks.size)
+        if problem.mask.layout is not None:
+            blocks = [_blocks(order, ranks.heads, q.device) for order in orders]
+            check_layout(problem.mask.layout, blocks, q.shape[2])
         if q.shape[2] < ranks.heads:
             fitting = [u for u in range(1, q.shape[2] + 1) if ranks.size % u == 0]
             raise ValueError(
@@ -255,7 +341,7 @@ def _check(
                 f"ranks; up to {max(fitting)} of {ranks.size} can: method 'gather' or 'ring' with "
                 f"heads={max(fitting)}, or fewer ranks of context parallelism"
             )
-        options = described(q, k, order, problem, f"{ranks.method} (heads {ranks.heads})")
+        options = described(q, k, orders, problem, f"{ranks.method} (heads {ranks.heads})")
     except Exception as caught:
         error = caught
     if ranks.wire is not None and q.device.type == "cpu":

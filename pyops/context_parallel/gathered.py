@@ -31,24 +31,23 @@ class Outer:
 
     peers: Peers
     """The ranks."""
-    places: tuple[Tensor, ...]
-    """int64 [n]: the places that each holds, on the device."""
+    queries: Tensor
+    """int64 [n]: the places of this rank's queries, on the device."""
+    keys: tuple[Tensor, ...]
+    """int64 [m]: the places of the keys that each rank holds."""
+    every_key: Tensor
+    """int64 [S]: 0, 1, 2, ..., the places of the whole row of keys."""
     problem: Problem
     """Of the heads at hand, and of this rank's queries; scores and table apart."""
-
-    @property
-    def own(self) -> Tensor:
-        """The places of this rank."""
-        return self.places[self.peers.index]
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, outer: Outer) -> Tensor:
     """Attention of this rank's queries to the keys of all. Collective.
 
     Args:
-        q: [B, n, H, K], at `outer.own`.
-        k: [B, n, G, K].
-        v: [B, n, G, K].
+        q: [B, n, H, K], at `outer.queries`.
+        k: [B, m, G, K].
+        v: [B, m, G, K].
         outer: The ranks, and what is asked of the row.
 
     Returns:
@@ -64,7 +63,7 @@ def _of_all(k: Tensor, v: Tensor, outer: Outer) -> tuple[Tensor, Tensor]:
     parts = outer.peers.gather(torch.stack([k, v]))
     B, n, G, K = k.shape
     both = k.new_empty(2, B, n * len(parts), G, K)
-    for places, part in zip(outer.places, parts, strict=True):
+    for places, part in zip(outer.keys, parts, strict=True):
         both.index_copy_(2, places, part)
     return both[0], both[1]
 
@@ -80,8 +79,8 @@ class _Gathered(torch.autograd.Function):
         table: Tensor | None,
         outer: Outer,
     ) -> Tensor:
-        every = torch.arange(outer.problem.length, device=q.device)
-        call = outer.problem.with_tensors(scores, table).call(outer.own, every, whole=True)
+        problem = outer.problem.with_tensors(scores, table)
+        call = problem.call(outer.queries, outer.every_key, whole=True)
         y, lse = attention_with_lse(q, *_of_all(k, v, outer), **call)
         ctx.outer = outer
         ctx.save_for_backward(q, k, v, scores, table, y, lse)
@@ -92,13 +91,11 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         q, k, v, scores, table, y, lse = ctx.saved_tensors
         outer: Outer = ctx.outer
-        every = torch.arange(outer.problem.length, device=q.device)
-        call = outer.problem.with_tensors(scores, table).call(outer.own, every, whole=True)
+        problem = outer.problem.with_tensors(scores, table)
+        call = problem.call(outer.queries, outer.every_key, whole=True)
         found = attention_gradients(
             (dy, y, lse), (q, *_of_all(k, v, outer)), **call, wanted=ctx.needs_input_grad[3:5]
         )
         both = torch.stack([found.k, found.v])
-        dk, dv = outer.peers.sum_scattered(
-            [both.index_select(2, places) for places in outer.places]
-        )
+        dk, dv = outer.peers.sum_scattered([both.index_select(2, places) for places in outer.keys])
         return found.q, dk, dv, found.scores, found.table, None

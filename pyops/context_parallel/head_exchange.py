@@ -20,7 +20,21 @@ from torch import Tensor
 from pyops.context_parallel.peers import Peers, wide_dtype
 from pyops.context_parallel.problem import Heads
 
-__all__ = ["HeadExchange"]
+__all__ = ["HeadExchange", "copied_heads"]
+
+
+def copied_heads(start: int, stop: int, each: int) -> list[int] | None:
+    """For each query head from `start` up to `stop` that of keys, among those that they see, where
+    these query heads do not share them evenly; None where they do.
+
+    Args:
+        start, stop: Query heads.
+        each: How many share a head of keys.
+    """
+    of_query = [head // each - start // each for head in range(start, stop)]
+    H, G = len(of_query), of_query[-1] + 1
+    even = H % G == 0 and of_query == [head * G // H for head in range(H)]
+    return None if even else of_query
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,10 @@ class HeadExchange:
     peers: Peers
     """The ranks."""
     positions: tuple[Tensor, ...]
-    """int64 [n] for each rank: where its tokens stand among those of all these ranks, which are in
+    """int64 [n] for each rank: where its queries stand among those of all these ranks, which are in
     ascending order of their places."""
+    key_positions: tuple[Tensor, ...]
+    """int64 [m] for each rank: the same of its keys."""
     num_heads: int
     """H, of the queries."""
     num_kv_heads: int
@@ -61,20 +77,17 @@ class HeadExchange:
 
         Args:
             q: [B, n, H, K].
-            k: [B, n, G, K].
-            v: [B, n, G, K].
+            k: [B, m, G, K].
+            v: [B, m, G, K].
 
         Returns:
-            [B, ranks n, own H, K], and twice [B, ranks n, own G, K]. Where the own query heads do
+            [B, ranks n, own H, K], and twice [B, ranks m, own G, K]. Where the own query heads do
             not share those of keys evenly, each has a copy of its own.
         """
         q, k, v = _ToHeads.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         mine, each = self.own, self.num_heads // self.num_kv_heads
-        first = self.kv_heads(self.peers.index).start
-        of_query = [head // each - first for head in range(mine.start, mine.stop)]
-        H, G = len(of_query), k.shape[2]
-        if of_query != [head * G // H for head in range(H)] or H % G:
-            index = torch.tensor(of_query, device=k.device)
+        if (copied := copied_heads(mine.start, mine.stop, each)) is not None:
+            index = torch.tensor(copied, device=k.device)
             k, v = (x.index_select(2, index) for x in (k, v))
         return q, k, v
 
@@ -103,32 +116,54 @@ class HeadExchange:
             for x, some in zip(tensors, own, strict=True)
         ]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        n = tensors[0].shape[1] * self.peers.size
-        found = tuple(tensors[0].new_empty(s[0], n, s[2], s[3]) for s in shapes)
+        found = tuple(
+            tensors[0].new_empty(s[0], s[1] * self.peers.size, s[2], s[3]) for s in shapes
+        )
         for rank, message in enumerate(self.peers.swap(parts, [sum(sizes)] * self.peers.size)):
-            for whole, part, shape in zip(found, message.split(sizes), shapes, strict=True):
-                whole.index_copy_(1, self.positions[rank], part.view(shape))
+            for whole, positions, part, shape in zip(
+                found, self._positions(rank, found), message.split(sizes), shapes, strict=True
+            ):
+                whole.index_copy_(1, positions, part.view(shape))
         return found
 
     def scatter_tokens(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The way back; what several ranks have of a head is summed."""
         parts = [
-            torch.cat([x.index_select(1, positions).flatten() for x in tensors])
-            for positions in self.positions
+            torch.cat(
+                [
+                    x.index_select(1, positions).flatten()
+                    for x, positions in zip(tensors, self._positions(rank, tensors), strict=True)
+                ]
+            )
+            for rank in range(self.peers.size)
         ]
-        B, n, K = tensors[0].shape[0], len(self.positions[self.peers.index]), tensors[0].shape[3]
+        B, K = tensors[0].shape[0], tensors[0].shape[3]
         totals = (self.num_heads, self.num_kv_heads, self.num_kv_heads)[: len(tensors)]
         cuts = [self._cuts(rank)[: len(tensors)] for rank in range(self.peers.size)]
-        sizes = [[B * n * (some.stop - some.start) * K for some in cut] for cut in cuts]
         wide = wide_dtype(tensors[0].dtype)
         found = [
-            torch.zeros((B, n, total, K), dtype=wide, device=tensors[0].device) for total in totals
+            torch.zeros((B, len(positions), total, K), dtype=wide, device=tensors[0].device)
+            for positions, total in zip(
+                self._positions(self.peers.index, tensors), totals, strict=True
+            )
+        ]
+        sizes = [
+            [
+                B * whole.shape[1] * (some.stop - some.start) * K
+                for some, whole in zip(cut, found, strict=True)
+            ]
+            for cut in cuts
         ]
         messages = self.peers.swap(parts, [sum(each) for each in sizes])
         for cut, each, message in zip(cuts, sizes, messages, strict=True):
             for whole, some, part in zip(found, cut, message.split(each), strict=True):
-                whole[:, :, some] += part.view(B, n, -1, K)
+                whole[:, :, some] += part.view(B, whole.shape[1], -1, K)
         return tuple(whole.to(tensors[0].dtype) for whole in found)
+
+    def _positions(self, rank: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Where the tokens of a rank stand: of q, k and v, or of one."""
+        keys = self.key_positions[rank]
+        return (self.positions[rank], keys, keys)[: len(tensors)]
 
     def _cuts(self, rank: int) -> tuple[slice, slice, slice]:
         mine, kv = self.heads(rank), self.kv_heads(rank)

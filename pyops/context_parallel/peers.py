@@ -36,13 +36,13 @@ class Wire:
 
     Attributes:
         rank, size: This rank's number, and how many there are.
-        bytes_received: Of all messages so far.
+        bytes_received, messages_received: Of all messages so far, and their number.
     """
 
     def __init__(self, transport: Transport, *, group: dist.ProcessGroup | None = None) -> None:
         self.transport, self._group = transport, group
         self.rank, self.size = transport.rank, transport.size
-        self.bytes_received = 0
+        self.bytes_received = self.messages_received = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Wire:
@@ -68,6 +68,7 @@ class Wire:
         except PeerError as error:
             raise self.lost(error) from error
         self.bytes_received += sum(t.numel() * t.element_size() for t, _ in receives)
+        self.messages_received += len(receives)
         return _Named(pending, self)
 
     def lost(self, error: PeerError) -> Exception:

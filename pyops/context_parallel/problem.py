@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.context_parallel.layout_parts import layout_of_heads, layout_part
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
 
 __all__ = ["Heads", "Problem", "pair"]
@@ -34,13 +35,15 @@ class Problem:
     whole row and all its heads."""
 
     length: int
-    """Tokens of the row."""
+    """Tokens of the row of queries."""
+    num_keys: int
+    """Tokens of the row of keys: the same one, but in cross-attention."""
     scale: float
     """Of the scores."""
     mask: AttentionMask
     """Documents and keys are of the whole row, in the order of its places."""
     bias: AttentionBias
-    """`scores` is broadcastable to [B, H, length, length]."""
+    """`scores` is broadcastable to [B, H, length, num_keys]."""
     soft_cap: float | None
     """As for `attention`."""
     dropout: AttentionDropout | None
@@ -62,17 +65,21 @@ class Problem:
         )
         if dropout is not None:
             total = heads.total if dropout.num_heads is None else dropout.num_heads
-            queries, keys = (n or self.length for n in (dropout.num_queries, dropout.num_keys))
+            T = self.length if dropout.num_queries is None else dropout.num_queries
+            S = self.num_keys if dropout.num_keys is None else dropout.num_keys
             stride = dropout.row_stride
             dropout = replace(
                 dropout,
                 first_head=dropout.first_head + heads.start,
                 num_heads=total,
-                num_queries=queries,
-                num_keys=keys,
-                row_stride=total * queries * keys if stride is None else stride,
+                num_queries=T,
+                num_keys=S,
+                row_stride=total * T * S if stride is None else stride,
             )
-        return replace(self, bias=bias, dropout=dropout)
+        mask = self.mask
+        if mask.layout is not None:
+            mask = replace(mask, layout=layout_of_heads(mask.layout, heads.start, heads.stop))
+        return replace(self, mask=mask, bias=bias, dropout=dropout)
 
     def of_queries(self, places: Tensor) -> Problem:
         """The problem of some rows of the bias; differentiable in it."""
@@ -97,9 +104,14 @@ class Problem:
         if mask.keys is not None and not whole:
             mask = replace(mask, keys=mask.keys.index_select(1, keys))
         if mask.documents is not None:
-            documents = pair(mask)[0]
-            both = documents.index_select(1, queries), documents.index_select(1, keys)
+            ids, others = pair(mask)
+            both = ids.index_select(1, queries), others.index_select(1, keys)
             mask = replace(mask, documents=both)
+        if mask.layout is not None:
+            causal = mask.causal or mask.layout.causal
+            mask = replace(
+                mask, causal=causal, layout=layout_part(mask.layout, queries, keys, causal=causal)
+            )
         if bias.scores is not None and bias.scores.shape[-1] != 1 and not whole:
             bias = replace(bias, scores=bias.scores.index_select(-1, keys))
         return {
@@ -111,24 +123,30 @@ class Problem:
         }
 
     def sees_nothing(self, queries: Tensor, keys: Tensor) -> bool:
-        """Whether none of the queries sees any of the keys, by their places and documents. On a GPU
-        only what needs no waiting is looked at: nothing."""
+        """Whether none of the queries sees any of the keys, by their places, documents and blocks.
+        On a GPU only what needs no waiting is looked at: nothing."""
         if queries.device.type != "cpu":
             return False
         mask = self.mask
         first, last = int(queries.min()), int(queries.max())
         low, high = int(keys.min()), int(keys.max())
         before, after = mask.window or (None, None)
-        if mask.causal and low > last:
+        layout = mask.layout
+        causal = mask.causal or (layout is not None and layout.causal)
+        if causal and low > last:
             return True
+        if layout is not None:
+            part = layout_part(layout, queries, keys, causal=causal)
+            if not bool(part.counts.any()):
+                return True
         if (before is not None and high < first - before) or (
             after is not None and low > last + after
         ):
             return True
         if mask.documents is None:
             return False
-        ids = pair(mask)[0]
-        mine, theirs = ids.index_select(1, queries), ids.index_select(1, keys)
+        ids, others = pair(mask)
+        mine, theirs = ids.index_select(1, queries), others.index_select(1, keys)
         return not any(
             bool(torch.isin(theirs[row], mine[row][mine[row] >= 0]).any())
             for row in range(len(ids))

@@ -36,9 +36,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, outer: Outer) -> Tensor:
     """Attention of this rank's queries to the keys of all. Collective.
 
     Args:
-        q: [B, n, H, K], at `outer.own`.
-        k: [B, n, G, K].
-        v: [B, n, G, K].
+        q: [B, n, H, K], at `outer.queries`.
+        k: [B, m, G, K].
+        v: [B, m, G, K].
         outer: The ranks, and what is asked of the row.
 
     Returns:
@@ -53,7 +53,7 @@ class _Travelling:
     """The part of keys and values that is at hand, and the next one on its way."""
 
     def __init__(self, k: Tensor, v: Tensor, outer: Outer) -> None:
-        self._peers, self._places = outer.peers, outer.places
+        self._peers, self._places = outer.peers, outer.keys
         self._here = torch.stack([k, v])
         self._coming: tuple[Tensor, Pending] | None = None
         self.step = 0
@@ -99,8 +99,8 @@ class _Ring(torch.autograd.Function):
         for _ in range(outer.peers.size):
             travelling.start()
             places = travelling.places
-            if not problem.sees_nothing(outer.own, places):
-                call = problem.call(outer.own, places, whole=False)
+            if not problem.sees_nothing(outer.queries, places):
+                call = problem.call(outer.queries, places, whole=False)
                 y, lse = attention_with_lse(q, *travelling.kv, **call)
                 found = (y.to(wide), lse) if found is None else merge(*found, y, lse)
             travelling.turn()
@@ -124,8 +124,8 @@ class _Ring(torch.autograd.Function):
         for _ in range(peers.size):
             travelling.start()
             places, found = travelling.places, None
-            if not problem.sees_nothing(outer.own, places):
-                call = problem.call(outer.own, places, whole=False)
+            if not problem.sees_nothing(outer.queries, places):
+                call = problem.call(outer.queries, places, whole=False)
                 found = attention_gradients(
                     (dy, y, lse), (q, *travelling.kv), **call, wanted=sums.wanted
                 )

@@ -30,7 +30,7 @@ from pyops.models.config_checks import (
     check_pattern,
     pattern_of,
 )
-from pyops.models.context import TokenContext
+from pyops.models.context import SharedRows, TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import IGNORED, VocabularyHead
@@ -249,7 +249,7 @@ class BERTHead(nn.Module):
         return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
 
 
-class BERT(nn.Module):
+class BERT(SharedRows):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V], and with pooled_head also
     next-sentence logits [B, 2].
 
@@ -259,8 +259,8 @@ class BERT(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
-        context: the ranks that share out the tokens of rows, see `GPT`; not with pooled_head. None:
-            every rank has all tokens.
+        context: the ranks that share out the tokens of rows, see `GPT`. Next-sentence logits are
+            the same on all of them, and counted once. None: every rank has all tokens.
         order: which tokens each of them holds, see `GPT`.
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. Weights are
@@ -288,12 +288,7 @@ class BERT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        rows = TokenContext.of(context, order)
-        if rows is not None and config.pooled_head:
-            raise ValueError(
-                f"BERT: context has {rows.ranks.size} ranks, of which one holds the first token "
-                "that pooled_head is for; set pooled_head to False, or leave context out"
-            )
+        self.shared_rows = rows = TokenContext.of(context, order)
         self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = BERTEmbedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
@@ -338,9 +333,9 @@ class BERT(nn.Module):
         """Next-sentence logits [B, 2] of `encode`'s result."""
         assert self.pooler is not None
         assert self.next_sentence is not None
-        first_BD = self.layout.whole(x, shape, duplicated=True)[:, 0]
+        first_BD = self.layout.first_token(x, shape)
         result: Tensor = self.next_sentence(torch.tanh(self.pooler(first_BD)))
-        return result
+        return self.layout.once(result, shape)
 
     def forward(
         self,
@@ -373,9 +368,10 @@ class BERT(nn.Module):
             return found
         scores_B2 = self.pooled(x, shape)
         scores_B2 = scores_B2 if scores_B2.dtype == torch.float64 else scores_B2.float()
-        return found + functional.cross_entropy(
+        of_pairs = functional.cross_entropy(
             scores_B2, next_B, ignore_index=IGNORED, reduction=reduction
         )
+        return found + (self.layout.summand(of_pairs, shape) if reduction == "sum" else of_pairs)
 
     def loss(
         self,

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
 from pyops.models.bert import BERTConfig, BERTEmbedding, make_blocks
+from pyops.models.context import SharedRows, TokenContext
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import IGNORED
@@ -33,12 +35,12 @@ class ClassifierHead(nn.Module):
         self.output = layout.linear(config.dim, num_labels, per_token=False)
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
-        first_BD = self.layout.whole(x, shape, duplicated=True)[:, 0]
+        first_BD = self.layout.first_token(x, shape)
         result: Tensor = self.output(torch.tanh(self.dense(first_BD)))
-        return result
+        return result if shape is None else self.layout.once(result, shape)
 
 
-class BERTClassifier(nn.Module):
+class BERTClassifier(SharedRows):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, num_labels] in the dtype of the
     parameters.
 
@@ -51,6 +53,9 @@ class BERTClassifier(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
+        context: the ranks that share out the tokens of rows, see `GPT`; logits are the same on all
+            of them, and counted once. Each holds tokens side by side. None: every rank has all
+            tokens.
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. Weights are
             normal with deviation 0.02, biases 0, norms 1.
@@ -70,6 +75,7 @@ class BERTClassifier(nn.Module):
         num_labels: int,
         group: RanksLike = ALONE,
         sequence_parallel: bool = False,
+        context: ContextRanks | None = None,
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,7 +84,8 @@ class BERTClassifier(nn.Module):
         if num_labels < 2:
             raise ValueError(f"num_labels is {num_labels}; there must be 2 or more to choose from")
         self.config = config
-        layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
+        self.shared_rows = rows = TokenContext.of(context, "contiguous")
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = BERTEmbedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
         self.head = ClassifierHead(config, num_labels, layout=layout)
@@ -117,9 +124,10 @@ class BERTClassifier(nn.Module):
         if labels_B is None:
             return logits_BN
         logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
-        return functional.cross_entropy(
+        found = functional.cross_entropy(
             logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction
         )
+        return self.layout.summand(found, shape) if reduction == "sum" else found
 
     def loss(
         self, tokens_BT: Tensor, labels_B: Tensor, *, reduction: str = "mean", **inputs: Tensor

@@ -9,7 +9,8 @@ by the places of tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from pyops.context_parallel import ContextRanks, ContextRow, Order
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
 from pyops.ops.layers.dropout import dropout, dropout_state
-from pyops.tensor_parallel import Dropout
+from pyops.tensor_parallel import Dropout, ParallelMLP
 from pyops.tensor_parallel.functional.scores import (
     EVERYTHING,
     DistanceBias,
@@ -29,7 +30,7 @@ from pyops.tensor_parallel.functional.scores import (
 )
 from pyops.torch_private import disable_dynamo
 
-__all__ = ["ContextCore", "ContextDropout", "TokenContext"]
+__all__ = ["ContextCore", "ContextDropout", "ContextMLP", "SharedRows", "TokenContext"]
 
 Runs = tuple[tuple[int, int, int, int], ...]  # (first own row, number of them, place, step)
 
@@ -40,18 +41,20 @@ class TokenContext:
     Args:
         ranks: That share them.
         order: "zigzag", "contiguous" or "striped".
+        tokens: Of every row, which is padded to a length that the order shares out; None: rows have
+            any length that it does.
 
     Raises:
         ValueError: For another order.
     """
 
-    def __init__(self, ranks: ContextRanks, order: str) -> None:
+    def __init__(self, ranks: ContextRanks, order: str, *, tokens: int | None = None) -> None:
         if order not in ("zigzag", "contiguous", "striped"):
             raise ValueError(
                 f"order is {order!r}; a model takes zigzag, contiguous or striped, which go by the "
                 "length of a row alone"
             )
-        self.ranks, self.order, self.paused = ranks, order, False
+        self.ranks, self.order, self.tokens, self.paused = ranks, order, tokens, False
         self.own: int | None = None
         """Tokens of each of the rows at hand that this rank has, where a trainer notes them."""
         self.unpadded: int | None = None
@@ -63,9 +66,11 @@ class TokenContext:
         """See `_runs`."""
 
     @classmethod
-    def of(cls, ranks: ContextRanks | None, order: str) -> TokenContext | None:
+    def of(
+        cls, ranks: ContextRanks | None, order: str, *, tokens: int | None = None
+    ) -> TokenContext | None:
         """None without ranks, or for one alone."""
-        return None if ranks is None or ranks.size == 1 else cls(ranks, order)
+        return None if ranks is None or ranks.size == 1 else cls(ranks, order, tokens=tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenContext:
         return self  # a copy of a model communicates with the same ranks
@@ -80,7 +85,10 @@ class TokenContext:
             self.paused = before
 
     def _made(self, length: int) -> ContextRow:
-        return ContextRow(self.ranks, Order.of(self.order, length=length, ranks=self.ranks.size))
+        size = self.ranks.size
+        if self.tokens is not None:
+            length = Order.padded_length(self.order, length=length, ranks=size)
+        return ContextRow(self.ranks, Order.of(self.order, length=length, ranks=size))
 
     def _runs(self, length: int, first: int, number: int, distance: int | None = None) -> Runs:
         """Of a rank's tokens [first, first + number) of all its rows of `length`, one row after the
@@ -98,6 +106,13 @@ class TokenContext:
         """By how many tokens of a row dropout counts, where a rank has so many."""
         return self.unpadded or own * self.ranks.size
 
+    def documents(self, row: ContextRow, rows: int, device: torch.device) -> Tensor | None:
+        """int32 [rows, T]: 0 for tokens, -1 for what rows are padded with; None: for nothing."""
+        length = row.order.length
+        if self.tokens is None or self.tokens == length:
+            return None
+        return -(torch.arange(length, device=device) >= self.tokens).int().expand(rows, length)
+
 
 class ContextCore(nn.Module):
     """Attention between its projections, in the place of `pyops.tensor_parallel`'s Core: of a
@@ -105,17 +120,21 @@ class ContextCore(nn.Module):
 
     Args:
         context: How tokens are shared out.
+        cross: Whether keys are of another row than queries, which is shared out in the same order.
     """
 
-    def __init__(self, context: TokenContext) -> None:
+    def __init__(self, context: TokenContext, *, cross: bool = False) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.cross = context, cross
 
     def lengths(self, queries: int, keys: int) -> tuple[int, int]:
         """Queries and keys of whole rows, where a rank has so many."""
-        if self.context.paused:
+        context = self.context
+        if context.paused:
             return queries, keys
-        return queries * self.context.ranks.size, keys * self.context.ranks.size
+        if context.tokens is not None:
+            return context.tokens, context.tokens
+        return queries * context.ranks.size, keys * context.ranks.size
 
     def forward(
         self,
@@ -129,31 +148,42 @@ class ContextCore(nn.Module):
         dropout: ScoreDropout | None = None,
     ) -> Tensor:
         """As `attend` of pyops.tensor_parallel, of own tokens; mask [B, T] and documents [B, T] are
-        of whole rows.
+        of whole rows, as is the layout of a pattern.
 
         Raises:
-            ValueError: For a mask or a bias of pairs of tokens, or a sparse pattern.
+            ValueError: For a mask or a bias of pairs of tokens.
         """
-        if self.context.paused:
+        context = self.context
+        if context.paused:
             return attend(q, k, v, scale=scale, seen=seen, bias=bias, dropout=dropout)
-        pairs = isinstance(bias, Tensor) or (seen.mask is not None and seen.mask.dim() != 2)
-        if pairs or seen.layout is not None:
+        if isinstance(bias, Tensor) or (seen.mask is not None and seen.mask.dim() != 2):
             raise ValueError(
-                "a bias or a mask of pairs of tokens, and a sparse pattern, are not shared out "
-                "with the tokens of rows; leave them out, or make the model without context"
+                "a bias or a mask of pairs of tokens is not shared out with the tokens of rows; "
+                "leave it out, or make the model without context"
             )
+        row = context.row_of(q.shape[1])
+        if self.cross:
+            row = replace(row, memory=context.row_of(k.shape[1]).order)
+        documents = seen.documents
+        if documents is None:
+            documents = context.documents(row, len(q), q.device)
         drops = None
         if dropout is not None:
             drops = AttentionDropout(
-                p=dropout.p, state=dropout.state, row_stride=dropout.row_stride
+                p=dropout.p,
+                state=dropout.state,
+                row_stride=dropout.row_stride,
+                num_queries=context.tokens,
+                num_keys=context.tokens,
             )
-        row = self.context.row_of(q.shape[1])
         y = row.attention(
             q,
             k,
             v,
             scale=scale,
-            mask=AttentionMask(causal=seen.causal, keys=seen.mask, documents=seen.documents),
+            mask=AttentionMask(
+                causal=seen.causal, keys=seen.mask, documents=documents, layout=seen.layout
+            ),
             bias=None if bias is None else AttentionBias(None, *bias),
             dropout=drops,
         )
@@ -200,18 +230,79 @@ class ContextDropout(Dropout):
         assert self.state is not None
         rows = x.reshape(-1, self.width)
         first = self.ranks.rank * len(rows) if self.sequence_parallel else 0
-        key, offset = self.state.unbind()
-        parts = [
+        runs = self.context.runs(self._length, first, len(rows))
+        return _drop(rows, runs, p=self.p, state=self.state, width=self.width).view(x.shape)
+
+
+class ContextMLP(ParallelMLP):
+    """An MLP of a rank's own tokens, inside of which the elements fall that fall on one rank.
+
+    Args:
+        context: How tokens are shared out.
+        sizes: `dim` and `hidden`, as of ParallelMLP.
+        options: As of ParallelMLP.
+    """
+
+    def __init__(self, *sizes: Any, context: TokenContext, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.context, self._length = context, 0
+
+    def set_dropout_state(
+        self,
+        *,
+        key: int,
+        first_row: int,
+        shape: tuple[int, int],
+        device: torch.device | None = None,
+    ) -> None:
+        """See `ParallelMLP.set_dropout_state`; `shape` is (B, T) of whole rows."""
+        self._length = shape[1]
+        super().set_dropout_state(key=key, first_row=first_row, shape=shape, device=device)
+
+    def drop(self, h: Tensor, state: Tensor) -> Tensor:
+        """As of ParallelMLP, of own tokens."""
+        if self.context.paused:
+            return super().drop(h, state)
+        rows = h.reshape(-1, h.shape[-1])
+        runs = self.context.runs(self._length, 0, len(rows))
+        return _drop(rows, runs, p=self.dropout, state=state, width=self.hidden).view(h.shape)
+
+
+class SharedRows(nn.Module):
+    """A model whose rows of tokens ranks may share out.
+
+    Attributes:
+        shared_rows: How they do; None: every rank has all tokens.
+    """
+
+    shared_rows: TokenContext | None = None
+
+    @property
+    def num_context_ranks(self) -> int:
+        """How many ranks share out the tokens of rows."""
+        return 1 if self.shared_rows is None else self.shared_rows.ranks.size
+
+    def whole_rows(self) -> AbstractContextManager[None]:
+        """Within it every rank has all tokens of its rows, and computes them by itself: to generate
+        texts, say. In eval mode."""
+        return nullcontext() if self.shared_rows is None else self.shared_rows.whole_rows()
+
+
+def _drop(rows: Tensor, runs: Runs, *, p: float, state: Tensor, width: int) -> Tensor:
+    """Dropout of rows, of tokens in these stretches, of which each has `width` counters."""
+    key, offset = state.unbind()
+    return torch.cat(
+        [
             dropout(
                 rows[at : at + number],
-                p=self.p,
-                state=torch.stack([key, offset + place * self.width]),
-                row=self.width,
-                row_stride=step * self.width,
+                p=p,
+                state=torch.stack([key, offset + place * width]),
+                row=rows.shape[-1],
+                row_stride=step * width,
             )
-            for at, number, place, step in self.context.runs(self._length, first, len(rows))
+            for at, number, place, step in runs
         ]
-        return torch.cat(parts).view(x.shape)
+    )
 
 
 def _stretches(tokens: list[int]) -> Runs:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +32,7 @@ from pyops.models.config_checks import (
     check_pattern,
     pattern_of,
 )
-from pyops.models.context import TokenContext
+from pyops.models.context import SharedRows, TokenContext
 from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import VocabularyHead
@@ -326,7 +325,7 @@ class GPTHead(nn.Module):
         return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
 
 
-class GPT(nn.Module):
+class GPT(SharedRows):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V] in the dtype of the parameters.
 
     Args:
@@ -367,7 +366,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        rows = TokenContext.of(context, order)
+        self.shared_rows = rows = TokenContext.of(context, order)
         self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
@@ -390,18 +389,6 @@ class GPT(nn.Module):
             self.head.output.tie(self.embedding.token)
         if seed is not None:
             self.initialize(seed)
-
-    @property
-    def num_context_ranks(self) -> int:
-        """How many ranks share out the tokens of rows."""
-        rows = self.layout.shared_rows
-        return 1 if rows is None else rows.ranks.size
-
-    def whole_rows(self) -> AbstractContextManager[None]:
-        """Within it every rank has all tokens of its rows, and computes them by itself: to generate
-        texts, with `past`. In eval mode."""
-        rows = self.layout.shared_rows
-        return nullcontext() if rows is None else rows.whole_rows()
 
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""

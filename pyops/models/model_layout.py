@@ -16,8 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.models.context import ContextCore, ContextDropout, TokenContext
-from pyops.tensor_parallel import Dropout, LayerNorm, Ranks, RMSNorm
+from pyops.models.context import ContextCore, ContextDropout, ContextMLP, TokenContext
+from pyops.tensor_parallel import (
+    Dropout,
+    LayerNorm,
+    MLPConfig,
+    ParallelAttention,
+    ParallelMLP,
+    Ranks,
+    RMSNorm,
+)
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
 __all__ = ["AddedEmbedding", "ModelLayout", "Shape"]
@@ -80,10 +88,18 @@ class ModelLayout:
             return ContextDropout(p, width=width, context=self.shared_rows, **where)
         return Dropout(p, width=width, **where)
 
-    def attend_over_ranks(self, attention: nn.Module) -> None:
-        """Let a layer of self-attention see the tokens of all ranks of context parallelism."""
+    def attend_over_ranks(self, attention: ParallelAttention) -> ParallelAttention:
+        """The same layer, which sees the tokens of all ranks of context parallelism."""
         if self.shared_rows is not None:
-            attention.core = ContextCore(self.shared_rows)
+            over_ranks: Any = ContextCore(self.shared_rows, cross=attention.cross)
+            attention.core = over_ranks
+        return attention
+
+    def mlp(self, dim: int, hidden: int, config: MLPConfig) -> ParallelMLP:
+        """Of tokens as a rank holds them."""
+        if self.shared_rows is not None:
+            return ContextMLP(dim, hidden, config, context=self.shared_rows, **self.parallel)
+        return ParallelMLP(dim, hidden, config, **self.parallel)
 
     def own_tokens(self, x_BT: Tensor) -> Tensor:
         """The tokens, or targets, that this rank of context parallelism holds of whole rows."""
@@ -93,7 +109,7 @@ class ModelLayout:
         """(B, n) of the own tokens of whole rows (B, T)."""
         if shape is None or self.context is None:
             return shape
-        return shape[0], shape[1] // self.context.ranks.size
+        return shape[0], self.context.row(shape[1]).order.tokens_of_a_rank
 
     def own_places(self, own: int, device: torch.device) -> Tensor:
         """int64 [n]: the places of the own tokens, of which there are so many in a row."""
@@ -103,6 +119,25 @@ class ModelLayout:
     def shared_places(self, own: int, device: torch.device) -> Tensor | None:
         """As `own_places`; None where every rank has all tokens."""
         return None if self.context is None else self.context.row_of(own).index(device=device)
+
+    def first_token(self, x: Tensor, shape: Shape | None) -> Tensor:
+        """[B, D]: the first token of each row, on every rank, of x as a rank holds it; shape: (B,
+        T). What is computed of it goes through `once`."""
+        x = self.whole(x, self.own_shape(shape), duplicated=True)
+        if self.context is None:
+            return x[:, 0]
+        return self.context.row_of(x.shape[1]).on_every_rank(x)
+
+    def once(self, y: Tensor, shape: Shape) -> Tensor:
+        """y, computed alike on every rank of `first_token`: its gradient is that of one of the
+        ranks that share rows, so that gradients are summands."""
+        return y if self.context is None else self.context.row(shape[1]).once(y)
+
+    def summand(self, total: Tensor, shape: Shape) -> Tensor:
+        """A sum of losses of `once`: on one of the ranks that share rows, and 0 on others."""
+        if self.context is None or self.context.row(shape[1]).holds(0):
+            return total
+        return total * 0.0
 
     def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
         """A linear layer that every rank holds whole.

@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
+from pyops.models.context import SharedRows, TokenContext
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.vocabulary_head import IGNORED, VocabularyHead
 from pyops.tensor_parallel import (
@@ -32,7 +34,6 @@ from pyops.tensor_parallel import (
     MemoryRows,
     MLPConfig,
     ParallelAttention,
-    ParallelMLP,
     Ranks,
     RanksLike,
     RelativeBias,
@@ -144,21 +145,24 @@ class T5Block(nn.Module):
 
     def __init__(self, config: T5Config, *, layout: ModelLayout, decoder: bool) -> None:
         super().__init__()
+        self.layout = layout
 
         def attention(*, causal: bool = False, cross: bool = False) -> ParallelAttention:
-            return ParallelAttention(
-                config.dim,
-                config.num_heads,
-                AttentionConfig(
-                    head_dim=config.head_width,
-                    causal=causal,
-                    cross=cross,
-                    bias=False,
-                    scale=1.0,
-                    dropout=config.attention_dropout,
-                    seed=None,
-                ),
-                **layout.parallel,
+            return layout.attend_over_ranks(
+                ParallelAttention(
+                    config.dim,
+                    config.num_heads,
+                    AttentionConfig(
+                        head_dim=config.head_width,
+                        causal=causal,
+                        cross=cross,
+                        bias=False,
+                        scale=1.0,
+                        dropout=config.attention_dropout,
+                        seed=None,
+                    ),
+                    **layout.parallel,
+                )
             )
 
         parts = 3 if decoder else 2
@@ -173,7 +177,7 @@ class T5Block(nn.Module):
         self.attention = attention(causal=decoder)
         self.cross = attention(cross=True) if decoder else None
         activation = ACTIVATIONS[config.activation]
-        self.mlp = ParallelMLP(
+        self.mlp = layout.mlp(
             config.dim,
             config.mlp_width,
             MLPConfig(
@@ -183,7 +187,6 @@ class T5Block(nn.Module):
                 dropout=config.dropout,
                 seed=None,
             ),
-            **layout.parallel,
         )
 
     def forward(
@@ -199,6 +202,7 @@ class T5Block(nn.Module):
         past: tuple[RowCache, MemoryRows] | None = None,
     ) -> Tensor:
         kept, memory_kept = past or (None, None)
+        shape, memory_shape = (self.layout.own_shape(each) for each in (shape, memory_shape))
         x = self.dropout1(
             self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias, past=kept), residual=x
         )
@@ -261,12 +265,13 @@ class T5Embedding(nn.Module):
 
     def __init__(self, config: T5Config, *, layout: ModelLayout) -> None:
         super().__init__()
+        self.layout = layout
         self.token = VocabParallelEmbedding(
             config.vocab_size, config.dim, EmbeddingConfig(seed=None), **layout.parallel
         )
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        result: Tensor = self.token(tokens_BT)
+        result: Tensor = self.token(self.layout.own_tokens(tokens_BT))
         return result
 
 
@@ -293,7 +298,7 @@ class T5Head(nn.Module):
         return self.output.loss(x * self.scale, targets_BT, shape=shape, reduction=reduction)
 
 
-class T5(nn.Module):
+class T5(SharedRows):
     """tokens [B, S], decoder's tokens [B, T], int64 -> logits [B, T, V] in the dtype of the
     parameters.
 
@@ -303,6 +308,9 @@ class T5(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
+        context: the ranks that share out the tokens of rows, see `GPT`: those of the encoder and
+            those of the decoder, each in `order`. None: every rank has all tokens.
+        order: which tokens each of them holds, see `GPT`.
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. The
             embedding has deviation 1, queries (D K)^-1/2, other weights the inverse root of their
@@ -322,13 +330,16 @@ class T5(nn.Module):
         *,
         group: RanksLike = ALONE,
         sequence_parallel: bool = False,
+        context: ContextRanks | None = None,
+        order: str = "zigzag",
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
+        self.shared_rows = rows = TokenContext.of(context, order)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = T5Embedding(config, layout=layout)
         self.encoder = T5Stack(config, layout=layout, decoder=False)
         self.decoder = T5Stack(config, layout=layout, decoder=True)

@@ -6,6 +6,9 @@
 
     block:  x_BTD + attention(norm1(x_BTD)) = y_BTD;    y_BTD + mlp(norm2(y_BTD))
 
+Where ranks share out the tokens of an image, the rank of the first token computes the class; the
+last tokens are padding, where the ranks do not divide their number.
+
 Letters of tensor names: B batch, C channels, S side of an image, P of a patch, T (S / P)^2 + 1
 tokens, D width, N labels.
 """
@@ -18,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.context_parallel import ContextRanks
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
+from pyops.models.context import SharedRows, TokenContext
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.vocabulary_head import IGNORED
 from pyops.tensor_parallel import (
@@ -113,8 +118,11 @@ class ViTPatch(nn.Module):
         self.weight = layout.parameter(config.dim, config.num_channels, side, side)
         self.bias = layout.parameter(config.dim)
 
-    def forward(self, images_BCSS: Tensor) -> Tensor:
+    def forward(self, images_BCSS: Tensor, index: Tensor | None = None) -> Tensor:
         side = self.weight.shape[-1]
+        if index is not None:  # these patches alone
+            patches = functional.unfold(images_BCSS, side, stride=side).index_select(2, index)
+            return functional.linear(patches.transpose(1, 2), self.weight.flatten(1), self.bias)
         return (
             functional.conv2d(images_BCSS, self.weight, self.bias, stride=side)
             .flatten(2)
@@ -123,8 +131,8 @@ class ViTPatch(nn.Module):
 
 
 class ViTEmbedding(nn.Module):
-    """images_BCSS -> x_BTD, computed on every rank; a rank's rows of it where tokens are shared
-    out."""
+    """images_BCSS -> x_BTD, computed on every rank, of its own patches where rows are shared out; a
+    rank's rows of it where tokens are."""
 
     def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
@@ -135,12 +143,21 @@ class ViTEmbedding(nn.Module):
         self.dropout = layout.dropout(config.dropout, config.dim)
 
     def forward(self, images_BCSS: Tensor) -> Tensor:
-        patches = self.patch(images_BCSS)
-        first = self.first.expand(len(patches), 1, -1)
-        result: Tensor = self.dropout(
-            self.layout.take(torch.cat([first, patches], dim=1) + self.position)
-        )
+        if self.layout.context is None:
+            patches = self.patch(images_BCSS)
+            first = self.first.expand(len(patches), 1, -1)
+            x = torch.cat([first, patches], dim=1) + self.position
+        else:
+            x = self._own_tokens(images_BCSS, self.layout.context)
+        result: Tensor = self.dropout(self.layout.take(x))
         return result
+
+    def _own_tokens(self, images_BCSS: Tensor, context: TokenContext) -> Tensor:
+        """This rank's tokens; those behind the last one are padding."""
+        last = len(self.position) - 1
+        places = context.row(last + 1).index(device=images_BCSS.device).clamp(max=last)
+        patches = self.patch(images_BCSS, (places - 1).clamp(min=0))
+        return torch.where((places == 0)[:, None], self.first, patches) + self.position[places]
 
 
 class ViTBlock(nn.Module):
@@ -148,6 +165,7 @@ class ViTBlock(nn.Module):
 
     def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
+        self.layout = layout
         self.norm1, self.norm2 = (
             layout.norm("layernorm", config.dim, eps=config.norm_eps) for _ in range(2)
         )
@@ -157,6 +175,7 @@ class ViTBlock(nn.Module):
             AttentionConfig(dropout=config.attention_dropout, skip_bias=True, seed=None),
             **layout.parallel,
         )
+        layout.attend_over_ranks(self.attention)
         activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
@@ -174,6 +193,7 @@ class ViTBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
+        shape = self.layout.own_shape(shape)
         y = self.dropout1(*self.attention(self.norm1(x), shape=shape), residual=x)
         result: Tensor = self.dropout2(*self.mlp(self.norm2(y)), residual=y)
         return result
@@ -189,11 +209,11 @@ class ViTHead(nn.Module):
         self.output = layout.linear(config.dim, config.num_labels, per_token=False)
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
-        result: Tensor = self.output(self.layout.whole(self.norm(x), shape, duplicated=True)[:, 0])
-        return result
+        result: Tensor = self.output(self.layout.first_token(self.norm(x), shape))
+        return result if shape is None else self.layout.once(result, shape)
 
 
-class ViT(nn.Module):
+class ViT(SharedRows):
     """images [B, C, S, S] -> logits [B, num_labels] in the dtype of the parameters.
 
     Args:
@@ -202,6 +222,10 @@ class ViT(nn.Module):
             this process alone: the model is whole. Tokens and results are the same on every rank,
             and on any number of them.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
+        context: the ranks that share out the tokens of images, see `GPT`; each is given whole
+            images, and computes its own patches. Logits are the same on all of them, and counted
+            once. None: every rank has all tokens.
+        order: which tokens each of them holds, see `GPT`.
         seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
             order of construction, nor the device, nor the number of ranks changes them. Weights are
             normal with deviation 0.02, biases 0, norms 1.
@@ -220,13 +244,16 @@ class ViT(nn.Module):
         *,
         group: RanksLike = ALONE,
         sequence_parallel: bool = False,
+        context: ContextRanks | None = None,
+        order: str = "contiguous",
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
+        self.shared_rows = rows = TokenContext.of(context, order, tokens=config.num_tokens)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
         self.embedding = ViTEmbedding(config, layout=layout)
         self.blocks = nn.ModuleList(
             ViTBlock(config, layout=layout) for _ in range(config.num_layers)
@@ -263,9 +290,10 @@ class ViT(nn.Module):
         if labels_B is None:
             return logits_BN
         logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
-        return functional.cross_entropy(
+        found = functional.cross_entropy(
             logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction
         )
+        return self.layout.summand(found, shape) if reduction == "sum" else found
 
     def loss(self, images_BCSS: Tensor, labels_B: Tensor, *, reduction: str = "mean") -> Tensor:
         """-ln p(label), the same on every rank; labels of -100 don't count.

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from pyops.context_parallel import ContextRanks, ContextRow, Order
-from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, attention
+from pyops.ops.attention import (
+    AttentionBias,
+    AttentionDropout,
+    AttentionMask,
+    BlockLayout,
+    attention,
+)
 
 __all__ = ["Case", "alone", "on_rank", "put_together"]
 
@@ -22,6 +28,8 @@ class Case:
     """What attention is asked for."""
 
     T: int
+    S: int | None = None
+    """Keys of another row; None: those of the same."""
     H: int = 4
     G: int = 4
     causal: bool = True
@@ -35,9 +43,15 @@ class Case:
     table: bool = False
     slopes: bool = False
     soft_cap: float | None = None
+    layout: BlockLayout | None = None
     dtype: torch.dtype = torch.float64
     rounded: torch.dtype = torch.float64
     """What numbers are rounded to before they are of `dtype`."""
+
+    @property
+    def num_keys(self) -> int:
+        """Of the whole row."""
+        return self.T if self.S is None else self.S
 
     def tensors(self) -> dict[str, Tensor]:
         """What has gradients; each head, row and token is of its own size."""
@@ -52,11 +66,11 @@ class Case:
 
         found = {
             "q": drawn(B, self.T, self.H, K),
-            "k": drawn(B, self.T, self.G, K),
-            "v": drawn(B, self.T, self.G, K),
+            "k": drawn(B, self.num_keys, self.G, K),
+            "v": drawn(B, self.num_keys, self.G, K),
         }
         if self.scores is not None:
-            whole = (B, self.H, self.T, self.T)
+            whole = (B, self.H, self.T, self.num_keys)
             found["scores"] = drawn(*(1 if i in self.scores else n for i, n in enumerate(whole)))
         if self.table:
             found["table"] = drawn(BUCKETS, self.H)
@@ -68,19 +82,25 @@ class Case:
         x = torch.randn(B, self.T, self.H, K, generator=generator, dtype=torch.float64)
         return x.to(self.rounded).to(self.dtype)
 
-    def row_of_documents(self) -> Tensor:
+    def row_of_documents(self, length: int | None = None) -> Tensor:
         """int32 [B, T]."""
         ids = [i for i, n in enumerate(self.documents) for _ in range(n)]
         other = [i for i, n in enumerate(reversed(self.documents)) for _ in range(n)]
-        rows = [row + [-1] * (self.T - len(row)) for row in (ids, other)]
+        length = self.T if length is None else length
+        rows = [(row + [-1] * length)[:length] for row in (ids, other)]
         return torch.tensor(rows, dtype=torch.int32)
 
     def options(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The other arguments of attention, for the whole row."""
         keys = None
         if self.keys:
-            keys = torch.ones(B, self.T, dtype=torch.bool)
-            keys[0, self.T // 3] = keys[1, : self.T // 4] = False
+            keys = torch.ones(B, self.num_keys, dtype=torch.bool)
+            keys[0, self.num_keys // 3] = keys[1, : self.num_keys // 4] = False
+        documents = None
+        if self.documents:
+            documents = self.row_of_documents()
+            if self.S is not None:
+                documents = (documents, self.row_of_documents(self.S).flip(0))
         dropout = None
         if self.p:
             dropout = AttentionDropout(p=self.p, state=torch.tensor([11, 5]), first_row=3)
@@ -89,7 +109,8 @@ class Case:
                 causal=self.causal,
                 window=self.window,
                 keys=keys,
-                documents=self.row_of_documents() if self.documents else None,
+                documents=documents,
+                layout=self.layout,
             ),
             "bias": AttentionBias(
                 scores=tensors.get("scores"),
@@ -119,30 +140,38 @@ def on_rank(
     documents = case.row_of_documents() if case.documents else None
     if isinstance(order, str):
         order = Order.of(order, length=case.T, ranks=ranks.size, documents=documents)
-    row = ContextRow(ranks, order)
+    memory = None
+    if case.S is not None:
+        memory = Order.of("contiguous", length=case.S, ranks=ranks.size)
+    row = ContextRow(ranks, order, memory)
     whole = case.tensors()
+    orders = {"q": row.order, "k": row.orders[1], "v": row.orders[1]}
     leaves = {
-        name: (row.shard(x) if name in "qkv" else x).requires_grad_() for name, x in whole.items()
+        name: (orders[name].shard(x, rank=ranks.rank) if name in orders else x).requires_grad_()
+        for name, x in whole.items()
     }
     y = row.attention(leaves["q"], leaves["k"], leaves["v"], **case.options(leaves))
-    forward = ranks.wire.bytes_received if ranks.wire is not None else 0
+    wire = ranks.wire
+    forward, messages = (wire.bytes_received, wire.messages_received) if wire else (0, 0)
     y.backward(row.shard(case.weights()))
-    total = ranks.wire.bytes_received if ranks.wire is not None else 0
+    total, every = (wire.bytes_received, wire.messages_received) if wire else (0, 0)
     return {
         "y": y.detach(),
         **{f"d{name}": x.grad for name, x in leaves.items()},
         "bytes": (forward, total - forward),
-        "order": row.order,
+        "messages": (messages, every - messages),
+        "orders": row.orders,
     }
 
 
 def put_together(found: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The whole row's, of what ranks found: tokens side by side, others summed."""
-    order: Order = found[0]["order"]
+    order, memory = found[0]["orders"]
+    orders = {"y": order, "dq": order, "dk": memory, "dv": memory}
     return {
-        name: order.unshard([each[name] for each in found])
-        if name in ("y", "dq", "dk", "dv")
+        name: orders[name].unshard([each[name] for each in found])
+        if name in orders
         else sum(each[name] for each in found)
         for name in found[0]
-        if name not in ("bytes", "order")
+        if name not in ("bytes", "messages", "orders")
     }

@@ -11,6 +11,7 @@ import torch
 
 from pyops.comm.collectives.transport import run_virtual
 from pyops.context_parallel import ContextRanks, ContextRow, Order
+from pyops.ops.attention import AttentionMask
 from tests.context_parallel.rows import B, Case, K, alone, on_rank, put_together
 from tests.grids import full
 
@@ -175,6 +176,33 @@ def test_parts_that_see_nothing_are_not_computed(monkeypatch: pytest.MonkeyPatch
     assert parts(Case(T=24, causal=False, window=(0, 1)), "contiguous") == 4 + 3
     assert parts(Case(T=24, causal=False, window=(0, 0)), "contiguous") == 4
     assert parts(Case(T=24, causal=False, documents=(6, 6, 6, 6)), "contiguous") == 4
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_the_tiles_that_each_rank_computes(method: str) -> None:
+    """A tile of 64 values is not a number in a column of its own: where a tile of queries meets it,
+    seen or masked, the result is none either."""
+    tiles, size = 8, 4
+    case = Case(T=64 * tiles, H=1, G=1, dtype=torch.float32)
+
+    def counted(transport: Any, order: str) -> int:
+        row = ContextRow(
+            ContextRanks.of(transport, method=method), Order.of(order, length=case.T, ranks=size)
+        )
+        tensors = case.tensors()
+        for tile in range(tiles):
+            tensors["v"][:, 64 * tile : 64 * (tile + 1), :, tile] = torch.nan
+        q, k, v = (row.shard(tensors[name]) for name in "qkv")
+        y = row.attention(q, k, v, mask=AttentionMask(causal=True))
+        return int(y[0, :, 0].unflatten(0, (-1, 64)).isnan().any(1).sum())
+
+    found = {
+        order: run_virtual(size, lambda t, o=order: counted(t, o))
+        for order in ("contiguous", "zigzag")
+    }
+    assert tiles == K
+    assert found == {"contiguous": [3, 7, 11, 15], "zigzag": [9, 9, 9, 9]}
+    assert max(found["contiguous"]) >= 1.3 * max(found["zigzag"])
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(full(seed) for seed in range(10, 300))])

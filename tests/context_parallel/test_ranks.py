@@ -99,7 +99,7 @@ def _row(**options: Any) -> ContextRow:
         ),
         (
             lambda x: _row().attention(x, x.repeat(1, 2, 1, 1), x.repeat(1, 2, 1, 1)),
-            "k has 16 tokens and q 8; .*cross-attention, and a cache of keys",
+            r"k has 16 tokens, and a rank's part of 8 is 8; .* ContextRow\(memory=\)",
         ),
         (
             lambda x: _row().attention(x, x, x, bias=torch.zeros(2, 4, 4)),
@@ -149,13 +149,18 @@ def _heads_and_layouts(rank: int, group: Any) -> list[str]:
         row.attention(x, x, x),
     )
     assert torch.equal(sparse, plain)
-    return found
+    part = torch.randn(1, 8, 2, 4)
+    row = ContextRow(ContextRanks.of(group), Order.of("contiguous", length=32, ranks=4))
+    with pytest.raises(ValueError) as caught:
+        row.attention(part, part, part, mask=AttentionMask(layout=layout))
+    return [*found, str(caught.value)]
 
 
 def test_heads_and_layouts_that_do_not_fit(world) -> None:
-    for heads, layouts in world(4).run(_heads_and_layouts):
+    for heads, blocks, length in world(4).run(_heads_and_layouts):
         assert "2 heads can't be exchanged among 4 ranks; up to 2 of 4 can" in heads
-        assert "take method='ulysses'" in layouts
+        assert "ranks hold 4 queries each in stretches that are no blocks of 16" in blocks
+        assert "the layout is for 16 queries and 16 keys; give that of the whole row, 32" in length
 
 
 def _dies(rank: int, group: Any, how: str) -> str:

@@ -80,9 +80,10 @@ class AttentionDropout:
     num_heads: int | None = None
     """Heads of the whole; None: those of q."""
     num_queries: int | None = None
-    """Queries of a whole row; None: those of q."""
+    """Queries of a whole row, without those at its end that are padding by their documents in every
+    row; None: those of q."""
     num_keys: int | None = None
-    """Keys of a whole row; None: those of k."""
+    """Keys of a whole row, as `num_queries`; None: those of k."""
     row_stride: int | None = None
     """How far the counters of a row lie behind those of the one before; None: num_heads *
     num_queries * num_keys."""

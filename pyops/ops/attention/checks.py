@@ -273,19 +273,35 @@ def _check_counters(q: Tensor, k: Tensor, mask: AttentionMask, dropout: Attentio
         )
     if dropout.row_stride is not None and dropout.row_stride < 0:
         raise ValueError(f"attention: row_stride is {dropout.row_stride}; 0 or more")
+    documents = mask.documents
+    both = (documents, documents) if isinstance(documents, Tensor) else documents or (None, None)
     whole = (
-        ("num_queries", dropout.num_queries, T, mask.places and mask.places[0]),
-        ("num_keys", dropout.num_keys, S, mask.places and mask.places[1]),
+        ("num_queries", dropout.num_queries, T, mask.places and mask.places[0], both[0]),
+        ("num_keys", dropout.num_keys, S, mask.places and mask.places[1], both[1]),
     )
-    for name, given, own, places in whole:
+    for name, given, own, places, ids in whole:
         if places is not None and given is None:
             raise ValueError(
                 f"attention: dropout by places needs {name}, those of the whole row: "
                 f"AttentionDropout(..., {name}=...)"
             )
-        last = int(places.max()) + 1 if places is not None and _readable(places) else own
-        needed = (own if places is None else last) - max(dropout.padding, 0)
-        if given is not None and given < max(needed, 1):
+        if given is None or (given >= own and places is None):
+            continue
+        needed = _counted(places, ids, own)
+        if needed is not None and given < max(needed - max(dropout.padding, 0), 1):
             raise ValueError(
-                f"attention: {name} is {given}, and the counters of {max(own, last)} are needed"
+                f"attention: {name} is {given}, and the counters of {needed} are needed"
             )
+
+
+def _counted(places: Tensor | None, documents: Tensor | None, own: int) -> int | None:
+    """One more than the last place that has counters: padding, which sees and is seen by nothing,
+    needs none. None where numbers can't be looked at."""
+    if documents is None and places is None:
+        return own
+    if not all(x is None or _readable(x) for x in (places, documents)):
+        return None
+    where = torch.arange(own, device="cpu") if places is None else places
+    if documents is not None:
+        where = where[(documents >= 0).any(0)]
+    return int(where.max()) + 1 if where.numel() else 0

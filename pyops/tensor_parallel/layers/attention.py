@@ -243,7 +243,7 @@ class ParallelAttention(nn.Module):
             q, k, v = self._project(x, (B, T), memory, memory_shape)
             if rotary is not None:
                 q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
-            seen = seen._replace(layout=self._layout(T, q, past))
+            seen = seen._replace(layout=self._layout(self.core.lengths(T, T)[0], q, past))
             if past is not None:
                 by_distance = isinstance(bias, DistanceBias)
                 k, v, seen = past.attended(k, v, seen, by_distance=by_distance)

@@ -127,6 +127,15 @@ class ParallelMLP(nn.Module):
         first = first_row * shape[1] * self.hidden + self.down.placements["weight"].start
         self.state = dropout_state(key, first, device=device)
 
+    def drop(self, h: Tensor, state: Tensor) -> Tensor:
+        """Dropout of what is inside, by the places of its tokens.
+
+        Args:
+            h: [..., this rank's columns].
+            state: int64 [2]: the key, and the counter of the first element.
+        """
+        return dropout(h, p=self.dropout, state=state, row=h.shape[-1], row_stride=self.hidden)
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """y; with config.skip_bias (y without the last bias, that bias or None)."""
         h, bias = self.up(x)
@@ -139,8 +148,6 @@ class ParallelMLP(nn.Module):
                     "this MLP has no dropout state: call set_dropout(model, ...) before "
                     "each forward, or eval()"
                 )
-            h = dropout(
-                h, p=self.dropout, state=self.state, row=h.shape[-1], row_stride=self.hidden
-            )
+            h = self.drop(h, self.state)
         result: Tensor | tuple[Tensor, Tensor | None] = self.down(h)
         return result
