@@ -33,6 +33,7 @@ from pyops.torch_private import has_dispatch_kernel
 __all__ = [
     "Everywhere",
     "build_info",
+    "by_torch_on_cuda",
     "define",
     "has_kernel",
     "has_triton",
@@ -184,6 +185,12 @@ def define(
         )
     if extension and triton is not None and has_triton():
         library.impl(name, _triton_kernel(triton, name), "CUDA")
+
+
+def by_torch_on_cuda(name: str, function: Callable[..., Any]) -> None:
+    """Let `function`, of the op's arguments, answer for CUDA tensors by torch's own kernels."""
+    if build_info()["extension"]:
+        library.impl(name, check_memory(name, function), "CUDA")
 
 
 def _no_products(*_: Any, **__: Any) -> int:

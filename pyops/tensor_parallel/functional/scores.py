@@ -41,6 +41,9 @@ class Seen(NamedTuple):
     """int32 [B, T]: a token sees its own document alone; -1 is padding."""
     layout: BlockLayout | None = None
     """Of a sparse pattern."""
+    places: tuple[Tensor, Tensor] | None = None
+    """int64 [T] and [S], places of queries and keys in the row, by which causality and distances
+    go; None: 0, 1, 2, ... for both."""
 
 
 class DistanceBias(NamedTuple):
@@ -113,7 +116,11 @@ def attend(
         v,
         scale=scale,
         mask=AttentionMask(
-            causal=seen.causal, keys=keys, documents=seen.documents, layout=seen.layout
+            causal=seen.causal,
+            keys=keys,
+            documents=seen.documents,
+            places=seen.places,
+            layout=seen.layout,
         ),
         bias=AttentionBias(scores, *distance),
         dropout=None
