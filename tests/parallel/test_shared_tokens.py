@@ -61,7 +61,7 @@ FULL = [
     [
         ("llama", 2, {"cp": 2, "cp_method": "ring", "num_microbatches": 2}, STEPS),
         ("gpt2", 4, {"cp": 2, "cp_method": "ulysses", "cp_order": "striped", **STAGES}, STEPS),
-        ("bert", 4, {"cp": 2, "cp_order": "contiguous", **SP}, STEPS),
+        ("bert", 2, {"cp": 2, "cp_order": "contiguous"}, STEPS),
         *[full(*case, 20) for case in FULL],
     ],
 )
