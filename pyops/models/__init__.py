@@ -14,15 +14,16 @@ CoAtNet(CoAtNetConfig.named("0"))                images -> logits of labels, by 
 Every model takes group= (tensor parallelism; by default pyops.mesh.ALONE, one process with the
 whole model) and, but for CoAtNet, sequence_parallel=, which change no result;
 model.loss(...) is the training loss, model.set_dropout(...) keys dropout for the next forward, and
-layers() of all but T5 is [embedding, block, ..., block, head], for a pipeline to cut. sample(model,
-prompt, num_tokens=100) continues a text. pyops.hub loads them from folders of Hugging Face.
+layers() of all but T5 is [embedding, block, ..., block, head], for a pipeline to cut.
+generate(model, prompts, max_new=100) continues texts, on any number of ranks; score(model, tokens)
+says how likely texts are. pyops.hub loads them from folders of Hugging Face.
 """
 
 from pyops.models.bert import BERT, BERTConfig
 from pyops.models.classifier import BERTClassifier
 from pyops.models.coatnet import CoAtNet, CoAtNetConfig
+from pyops.models.generation import GeneratedRow, GenerateOptions, generate, sample, score
 from pyops.models.gpt import GPT, GPTConfig
-from pyops.models.sampling import sample
 from pyops.models.t5 import T5, T5Config
 from pyops.models.vit import ViT, ViTConfig
 
@@ -35,8 +36,12 @@ __all__ = [
     "CoAtNet",
     "CoAtNetConfig",
     "GPTConfig",
+    "GenerateOptions",
+    "GeneratedRow",
     "T5Config",
     "ViT",
     "ViTConfig",
+    "generate",
     "sample",
+    "score",
 ]

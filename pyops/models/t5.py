@@ -29,6 +29,7 @@ from pyops.models.vocabulary_head import IGNORED, VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
+    MemoryRows,
     MLPConfig,
     ParallelAttention,
     ParallelMLP,
@@ -36,6 +37,7 @@ from pyops.tensor_parallel import (
     RanksLike,
     RelativeBias,
     RelativeBiasConfig,
+    RowCache,
     VocabParallelEmbedding,
     initialize_model_,
     set_dropout,
@@ -189,14 +191,16 @@ class T5Block(nn.Module):
         x: Tensor,
         shape: Shape | None = None,
         *,
-        bias: DistanceBias | None = None,
+        bias: Tensor | DistanceBias | None = None,
         mask: Tensor | None = None,
         memory: Tensor | None = None,
         memory_shape: Shape | None = None,
         memory_mask: Tensor | None = None,
+        past: tuple[RowCache, MemoryRows] | None = None,
     ) -> Tensor:
+        kept, memory_kept = past or (None, None)
         x = self.dropout1(
-            self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias), residual=x
+            self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias, past=kept), residual=x
         )
         if (
             self.cross is not None
@@ -209,6 +213,7 @@ class T5Block(nn.Module):
                 memory=memory,
                 memory_shape=memory_shape,
                 mask=memory_mask,
+                past=memory_kept,
             )
             x = self.dropout_cross(y, residual=x)
         result: Tensor = self.dropout2(self.mlp(self.norm2(x)), residual=x)
