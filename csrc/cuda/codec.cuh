@@ -26,6 +26,7 @@ struct Codec {
     int rule;
     bool stochastic_rounding;
     uint64_t seed, offset;
+    int64_t first = 0;  // block of a launch
 };
 
 struct Payloads {
@@ -36,7 +37,7 @@ struct Payloads {
     float scale;              // of the sum
 };
 
-__device__ __forceinline__ bool in_line(const void* address, int bytes) {
+__host__ __device__ __forceinline__ bool in_line(const void* address, int bytes) {
     return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
@@ -192,12 +193,17 @@ __device__ __forceinline__ void four(const Codec& codec, const Source& source, i
     for (int k = 0; k < 4; ++k) u[k] += error[k];
 }
 
-// Calls body(block, first element, end) for the blocks of this warp.
-template <typename Body>
-__device__ __forceinline__ void for_blocks(int64_t n, int64_t block, const Body& body) {
+// Calls body(block, first element, end) for the blocks of this warp, of all from `first` on. ALIKE:
+// the compiler knows blocks to be alike in all lanes, so that branches on them are of the whole warp
+// and their numbers are kept once. Not where one register more would be spilled.
+template <bool ALIKE = true, typename Body>
+__device__ __forceinline__ void for_blocks(int64_t n, int64_t block, int64_t first,
+                                           const Body& body) {
     const int64_t warps = static_cast<int64_t>(gridDim.x) * (CODEC_THREADS / WARP);
     const int64_t blocks = (n + block - 1) / block;
-    for (int64_t b = static_cast<int64_t>(blockIdx.x) * (CODEC_THREADS / WARP) + threadIdx.x / WARP;
+    int warp = threadIdx.x / WARP;
+    if constexpr (ALIKE) warp = __shfl_sync(0xffffffffu, warp, 0);
+    for (int64_t b = first + static_cast<int64_t>(blockIdx.x) * (CODEC_THREADS / WARP) + warp;
          b < blocks; b += warps) {
         const int64_t begin = b * block;
         body(b, begin, begin + block < n ? begin + block : n);
@@ -322,7 +328,7 @@ __device__ __forceinline__ void look_twice(const Codec& codec, const Source& sou
 template <int OUT, typename Source>
 __global__ __launch_bounds__(CODEC_THREADS) void decode_kernel(
     void* out, const __grid_constant__ Source source, int64_t n, int64_t block, bool accumulate) {
-    for_blocks(n, block, [&](int64_t b, int64_t begin, int64_t end) {
+    for_blocks(n, block, 0, [&](int64_t b, int64_t begin, int64_t end) {
         for (int64_t i = begin + 4 * (threadIdx.x % WARP); i < end; i += LINE) {
             float values[4], before[4];
             source(b, i, end, values);

@@ -16,7 +16,8 @@ inline Codec codec_of(const CodecSpan& span, const OptionalTensor& flag) {
             span.rule,
             span.stochastic_rounding,
             span.seed,
-            span.offset};
+            span.offset,
+            0};
 }
 
 inline Payloads payloads_of(const CodecSpan& span, const char* op) {
@@ -39,18 +40,18 @@ void with_numbers(const CodecSpan& span, const Body& body) {
     body(Numbers<FP16>{span.x});
 }
 
-// A grid of warps for the blocks of a span.
+// A grid of warps for so many blocks.
 template <auto kernel>
-unsigned grid_of(const CodecSpan& span, const Launch& on) {
+unsigned grid_of(int64_t blocks, const Launch& on) {
     constexpr int WARPS = CODEC_THREADS / WARP;
-    return grid_for<kernel>((span.blocks() + WARPS - 1) / WARPS, on.device, CODEC_THREADS);
+    return grid_for<kernel>((blocks + WARPS - 1) / WARPS, on.device, CODEC_THREADS);
 }
 
 template <int OUT, typename Source>
 void launch_decode(const CodecSpan& span, const Launch& on, const Source& source, const char* op) {
     constexpr auto kernel = decode_kernel<OUT, Source>;
-    kernel<<<grid_of<kernel>(span, on), CODEC_THREADS, 0, on.stream>>>(span.out, source, span.n,
-                                                                       span.block, span.accumulate);
+    kernel<<<grid_of<kernel>(span.blocks(), on), CODEC_THREADS, 0, on.stream>>>(
+        span.out, source, span.n, span.block, span.accumulate);
     check_launch(op);
 }
 

@@ -13,24 +13,22 @@ using OneBitRows = RowSum<SignBits>;
 constexpr int64_t SCALED_BLOCK = 4 * LINE;
 
 template <int LINES, typename Source>
-void launch_encode(const CodecSpan& span, const Launch& on, const Source& source,
-                   const OptionalTensor& flag) {
+void launch_encode(const Codec& codec, int64_t blocks, const Launch& on, const Source& source) {
     constexpr auto kernel = onebit_encode_kernel<LINES, Source>;
-    kernel<<<grid_of<kernel>(span, on), CODEC_THREADS, 0, on.stream>>>(codec_of(span, flag),
-                                                                       source);
+    kernel<<<grid_of<kernel>(blocks, on), CODEC_THREADS, 0, on.stream>>>(codec, source);
     check_launch("one-bit encode");
 }
 
-template <typename Source>
-void encode(const CodecSpan& span, const Launch& on, const Source& source,
-            const OptionalTensor& flag) {
-    // Of rows, a block is read twice, from the caches: held, it would leave no registers for loads
-    // that are in flight.
-    if constexpr (Source::WHOLE) {
-        if (span.block <= HELD_LINES * LINE)
-            return launch_encode<HELD_LINES>(span, on, source, flag);
+// Full blocks of rows are held, where their words are in line; the others are read twice, from the
+// caches.
+void encode_rows(Codec codec, int64_t blocks, const Launch& on, const Payloads& rows) {
+    codec.first = held_blocks(codec, rows);
+    if (codec.first > 0) {
+        onebit_held_kernel<<<grid_of<onebit_held_kernel>(codec.first, on), CODEC_THREADS, 0,
+                             on.stream>>>(codec, rows, codec.first);
+        check_launch("one-bit encode");
     }
-    launch_encode<0>(span, on, source, flag);
+    if (codec.first < blocks) launch_encode<0>(codec, blocks - codec.first, on, OneBitRows{rows});
 }
 
 void onebit_encode_(const Tensor payload, const Tensor x, const OptionalTensor error,
@@ -39,7 +37,13 @@ void onebit_encode_(const Tensor payload, const Tensor x, const OptionalTensor e
     const CodecSpan span = encode_span(check, payload, x, error, flag, {block, rule});
     if (span.n == 0) return;
     const Launch on(x);
-    with_numbers(span, [&](const auto& source) { encode(span, on, source, flag); });
+    const Codec codec = codec_of(span, flag);
+    with_numbers(span, [&](const auto& source) {
+        if (span.block <= HELD_LINES * LINE)
+            launch_encode<HELD_LINES>(codec, span.blocks(), on, source);
+        else
+            launch_encode<0>(codec, span.blocks(), on, source);
+    });
 }
 
 void onebit_reencode_(const Tensor payload, const Tensors payloads, const OptionalTensor error,
@@ -49,9 +53,9 @@ void onebit_reencode_(const Tensor payload, const Tensors payloads, const Option
     const auto rows = addresses(payloads);
     const CodecSpan span =
         reencode_span(check, payload, payloads, rows, error, flag, n, scale, {block, rule});
-    const OneBitRows source{payloads_of(span, check.op)};
+    const Payloads sources = payloads_of(span, check.op);
     if (n == 0) return;
-    encode(span, Launch(payload), source, flag);
+    encode_rows(codec_of(span, flag), span.blocks(), Launch(payload), sources);
 }
 
 Tensor onebit_norm(const Tensor x, const OptionalTensor error) {
@@ -83,7 +87,7 @@ void onebit_encode_scaled_(const Tensor payload, const Tensor x, const OptionalT
     const Launch on(x);
     with_numbers(span, [&](const auto& source) {
         constexpr auto kernel = onebit_scaled_kernel<std::decay_t<decltype(source)>>;
-        kernel<<<grid_of<kernel>(span, on), CODEC_THREADS, 0, on.stream>>>(
+        kernel<<<grid_of<kernel>(span.blocks(), on), CODEC_THREADS, 0, on.stream>>>(
             codec_of(span, std::nullopt), source,
             static_cast<const float*>(scale.const_data_ptr()));
     });

@@ -10,8 +10,8 @@ template <int FORMAT, int LINES, typename Source>
 void launch_encode(const CodecSpan& span, const Launch& on, const Source& source,
                    const OptionalTensor& flag) {
     constexpr auto kernel = quantize_encode_kernel<FORMAT, LINES, Source>;
-    kernel<<<grid_of<kernel>(span, on), CODEC_THREADS, 0, on.stream>>>(codec_of(span, flag),
-                                                                       source);
+    kernel<<<grid_of<kernel>(span.blocks(), on), CODEC_THREADS, 0, on.stream>>>(
+        codec_of(span, flag), source);
     check_launch("eight-bit encode");
 }
 

@@ -93,7 +93,7 @@ template <int FORMAT, int LINES, typename Source>
 __global__ __launch_bounds__(CODEC_THREADS, (Source::WHOLE ? 3 : 2)) void quantize_encode_kernel(
     const __grid_constant__ Codec codec, const __grid_constant__ Source source) {
     uint8_t* const codes = codec.payload + 4 * ((codec.n + codec.block - 1) / codec.block);
-    for_blocks(codec.n, codec.block, [&](int64_t b, int64_t begin, int64_t end) {
+    for_blocks(codec.n, codec.block, 0, [&](int64_t b, int64_t begin, int64_t end) {
         uint32_t largest = 0;
         float scale = 0.0f;
         Reciprocal reciprocal(1.0f);

@@ -179,7 +179,7 @@ def _act(z, ACTIVATION: tl.constexpr, ELEMENT: tl.constexpr):
         value = z * s
         slope = s * (1.0 + z * rest)
     else:
-        value = tl.where(z > 0.0, z, tl.where(z != z, z, 0.0))
+        value = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(z <= 0.0, 0.0, 1.0)
     return value, slope
 

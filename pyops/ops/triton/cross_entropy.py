@@ -51,6 +51,8 @@ def cross_entropy_statistics_(
             WHOLE=columns // width,
             REST=columns % width > 0,
             AHEAD=logits.element_size() == 2,  # wider ones have enough on their way
+            # Left to itself the compiler takes 40 for fp32, and spills four.
+            maxnreg=48 if logits.element_size() == 4 and out.shape[1] == 4 else None,
             num_warps=_warps(width, STATISTICS_WARPS),
         )
 
@@ -94,15 +96,25 @@ def _warps(width: int, most: int) -> int:
     return max(1, most * width // COLUMNS)
 
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _seen(z, highest, total):
-    """The maxima and sums of exp(z - maximum) of lanes that have now seen z [LANES, GROUP] as
-    well."""
+def _offset(highest, C: tl.constexpr):
+    """What is added to z log2(e) so that a lane's exponentials are 1 at most. The product must not
+    be fused with what it is subtracted from: its rounding is in every term of the lane's sum."""
+    return tl.fma(highest, tl.full(highest.shape, -LOG2_E, C), tl.zeros(highest.shape, C))
+
+
+@triton.jit
+def _seen(z, highest, total, C: tl.constexpr):
+    """The maxima of lanes that have now seen z [LANES, GROUP] as well, and their sums of
+    2^(z log2(e) + offset of the maximum): an operation less than exp(z - maximum) for each z."""
     now = tl.maximum(highest, tl.max(z, axis=1))
-    shift = tl.where(
-        now == float("-inf"), 0.0, now
-    )  # inf - inf is nan, as it has to be; -inf - -inf must not be
-    return now, total * tl.exp(highest - shift) + tl.sum(tl.exp(z - shift[:, None]), axis=1)
+    # inf - inf is nan, as it has to be; -inf + inf must not be
+    offset = tl.where(now == float("-inf"), 0.0, _offset(now, C))
+    terms = tl.exp2(tl.fma(z, tl.full(z.shape, LOG2_E, C), offset[:, None] + tl.zeros(z.shape, C)))
+    return now, total * tl.exp2(offset - _offset(highest, C)) + tl.sum(terms, axis=1)
 
 
 @triton.jit
@@ -134,13 +146,13 @@ def _walk(
             ahead = tl.load(next_tile + column, mask=t + 1 < WHOLE)
         else:
             z = tl.load(z_row + t * (LANES * GROUP) + column).to(C)
-        highest, total = _seen(z, highest, total)
+        highest, total = _seen(z, highest, total, C)
         if WITH_SUM:
             shifted += tl.sum(z - pivot, axis=1)
     if REST:
         at = WHOLE * (LANES * GROUP) + column
         z = tl.load(z_row + at, mask=at < columns, other=float("-inf")).to(C)
-        highest, total = _seen(z, highest, total)
+        highest, total = _seen(z, highest, total, C)
         if WITH_SUM:
             shifted += tl.sum(tl.where(at < columns, z - pivot, 0.0), axis=1)
     return highest, total, shifted
@@ -188,7 +200,9 @@ def _statistics(
     local = target - first_column
     at_target = tl.load(z_row + local, mask=(local >= 0) & (local < columns), other=0.0).to(C)
     tl.store(place, maximum)
-    tl.store(place + 1, tl.sum(total * tl.exp(highest - shift), axis=0))
+    # 2^(maximum log2(e)) is taken out of each lane's sum, which has 2^offset in it.
+    rest = tl.fma(shift + tl.zeros([LANES], C), tl.full([LANES], LOG2_E, C), _offset(highest, C))
+    tl.store(place + 1, tl.sum(total * tl.exp2(-rest), axis=0))
     tl.store(place + 2, at_target)
     if WITH_SUM:
         tl.store(place + 3, tl.sum(shifted, axis=0) + columns * (pivot - shift))

@@ -53,11 +53,11 @@ struct Encode {
 
 static Codec codec_of(const Encode& e) {
   return {e.n, e.block, e.error, e.payload, e.flag, static_cast<int>(e.rule), e.stochastic != 0, static_cast<uint64_t>(e.seed),
-          static_cast<uint64_t>(e.offset)};
+          static_cast<uint64_t>(e.offset), 0};
 }
 
 void emulated_onebit_encode(unsigned grid, const Encode* e, int64_t head) {
-  const Codec codec = codec_of(*e);
+  Codec codec = codec_of(*e);
   const auto run = [&](const auto& source) {
     emulation::launch(grid, CODEC_THREADS, [&] {
       if constexpr (std::decay_t<decltype(source)>::WHOLE) {
@@ -66,7 +66,13 @@ void emulated_onebit_encode(unsigned grid, const Encode* e, int64_t head) {
       onebit_encode_kernel<0>(codec, source);
     });
   };
-  if (!e->x) return run(RowSum<SignBits>{payloads(e->rows, static_cast<int>(e->count), head, nullptr, e->scale)});
+  if (!e->x) {
+    const RowSum<SignBits> source{payloads(e->rows, static_cast<int>(e->count), head, nullptr, e->scale)};
+    codec.first = held_blocks(codec, source.rows);
+    if (codec.first > 0) emulation::launch(grid, CODEC_THREADS, [&] { onebit_held_kernel(codec, source.rows, codec.first); });
+    if (codec.first * codec.block < codec.n) run(source);
+    return;
+  }
   with_dtype(static_cast<int>(e->dtype), [&](auto code) { run(Numbers<decltype(code)::value>{e->x}); });
 }
 

@@ -109,6 +109,8 @@ T __shfl_sync(unsigned, T value, int lane) {
     return emulation::exchange_as(value, static_cast<unsigned>(lane));
 }
 
+inline void __syncwarp() {}  // lanes wait for each other in votes and shuffles alone
+
 inline unsigned atomicInc(unsigned* address, unsigned last) {
     return emulation::atomic_inc(address, last);
 }

@@ -184,19 +184,11 @@ def _keys_gradient(
             q + b * q_b + h * q_h, dy + b * dy_b + h * dy_h, lse + line, delta + line,
             query_places, key_places, lists,
         )  # fmt: skip
-        lo, whole, rest, hi = column_visits(s0, place, bounds, lists, M, N, EACH, OPAQUE)
-        dk_sum, dv_sum = _walk_queries(
-            dk_sum, dv_sum, key, value, s, s0, b, h, place, lo, whole, tensors, numbers, keep,
-            False, C, M, N, WIDTH, EACH, PRECISION,
-        )  # fmt: skip
-        if not OPAQUE:
+        cuts = column_visits(s0, place, bounds, lists, M, N, EACH, OPAQUE)
+        for part in tl.static_range(1 if OPAQUE else 3):
             dk_sum, dv_sum = _walk_queries(
-                dk_sum, dv_sum, key, value, s, s0, b, h, place, whole, rest, tensors, numbers, keep,
-                True, C, M, N, WIDTH, EACH, PRECISION,
-            )  # fmt: skip
-            dk_sum, dv_sum = _walk_queries(
-                dk_sum, dv_sum, key, value, s, s0, b, h, place, rest, hi, tensors, numbers, keep,
-                False, C, M, N, WIDTH, EACH, PRECISION,
+                dk_sum, dv_sum, key, value, s, s0, b, h, place, cuts[part], cuts[part + 1], tensors,
+                numbers, keep, part == 1, C, M, N, WIDTH, EACH, PRECISION,
             )  # fmt: skip
     at = ((b * S + row) * (H // group) + g) * K + d[None, :]
     tl.store(dk + at, (dk_sum * scale).to(dk.dtype.element_ty), mask=inside)
@@ -268,19 +260,11 @@ def _queries_gradient(
     g = h // group
     tensors = (k + b * k_b + g * k_h, v + b * v_b + g * v_h, key_places, lists)
     sum = tl.zeros([M, WIDTH], C)
-    lo, whole, rest, hi = row_visits(t0, place, bounds, lists, M, N, EACH, OPAQUE)
-    sum = _walk_keys(
-        sum, q_tile, dy_tile, norm, shift, t[:, None], place_t, b, h, place, lo, whole, tensors,
-        numbers, keep, False, C, M, N, WIDTH, EACH, PRECISION,
-    )  # fmt: skip
-    if not OPAQUE:
+    cuts = row_visits(t0, place, bounds, lists, M, N, EACH, OPAQUE)
+    for part in tl.static_range(1 if OPAQUE else 3):
         sum = _walk_keys(
-            sum, q_tile, dy_tile, norm, shift, t[:, None], place_t, b, h, place, whole, rest,
-            tensors, numbers, keep, True, C, M, N, WIDTH, EACH, PRECISION,
-        )  # fmt: skip
-        sum = _walk_keys(
-            sum, q_tile, dy_tile, norm, shift, t[:, None], place_t, b, h, place, rest, hi, tensors,
-            numbers, keep, False, C, M, N, WIDTH, EACH, PRECISION,
+            sum, q_tile, dy_tile, norm, shift, t[:, None], place_t, b, h, place, cuts[part],
+            cuts[part + 1], tensors, numbers, keep, part == 1, C, M, N, WIDTH, EACH, PRECISION,
         )  # fmt: skip
     at = ((b * T + row) * H + h) * K + d[None, :]
     tl.store(dq + at, (sum * scale).to(dq.dtype.element_ty), mask=inside)

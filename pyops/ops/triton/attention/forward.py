@@ -121,19 +121,11 @@ def _forward(
     numbers = (k_t, v_t, K, scale, bounds, hides, adds, drops, cap_bits if CAPPED else None)
     maximum = tl.full([M], -float("inf"), C)
     total, sum = tl.zeros([M], C), tl.zeros([M, WIDTH], C)
-    lo, whole, rest, hi = row_visits(t0, place, bounds, lists, M, N, EACH, OPAQUE)
-    maximum, total, sum = _walk(
-        maximum, total, sum, q_tile, t[:, None], place_t, b, h, place, lo, whole, tensors, numbers,
-        False, C, M, N, WIDTH, EACH, PRECISION,
-    )  # fmt: skip
-    if not OPAQUE:
+    cuts = row_visits(t0, place, bounds, lists, M, N, EACH, OPAQUE)
+    for part in tl.static_range(1 if OPAQUE else 3):
         maximum, total, sum = _walk(
-            maximum, total, sum, q_tile, t[:, None], place_t, b, h, place, whole, rest, tensors,
-            numbers, True, C, M, N, WIDTH, EACH, PRECISION,
-        )  # fmt: skip
-        maximum, total, sum = _walk(
-            maximum, total, sum, q_tile, t[:, None], place_t, b, h, place, rest, hi, tensors,
-            numbers, False, C, M, N, WIDTH, EACH, PRECISION,
+            maximum, total, sum, q_tile, t[:, None], place_t, b, h, place, cuts[part],
+            cuts[part + 1], tensors, numbers, part == 1, C, M, N, WIDTH, EACH, PRECISION,
         )  # fmt: skip
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     if state is not None:

@@ -4,7 +4,8 @@ added, which weights are kept; and how a program finds the tiles it visits.
     places        int32, shaped to broadcast over a tile either way up: [M, 1] and [1, N], or
                   [1, M] and [N, 1] where a tile is turned
     visits        lo .. a .. b .. hi: in [a, b) every pair of a tile sees each other, and neither
-                  masks nor what is not finite need a look
+                  masks nor what is not finite need a look; where any pair may be hidden, lo .. a
+                  are all
 """
 
 from __future__ import annotations
@@ -185,9 +186,24 @@ def _listed_before(indices, place, most, count, limit):
 
 
 @triton.jit
-def _segments(lo, a, b, hi):
+def _segments(lo, a, b, hi, place, lists, EACH: tl.constexpr, OPAQUE: tl.constexpr):
+    """The visits of blocks lo to hi, those from a to b seen whole, in tiles, EACH a block: where
+    there are lists, of the blocks that are listed."""
+    counts, indices, most = lists
+    if counts is not None:
+        count = tl.load(counts + place)
+        if OPAQUE:
+            lo, a, b, hi = 0, count, count, count
+        else:
+            lo = _listed_before(indices, place, most, count, lo)
+            a = _listed_before(indices, place, most, count, a)
+            b = _listed_before(indices, place, most, count, b)
+            hi = _listed_before(indices, place, most, count, hi)
+    elif OPAQUE:
+        a, b = hi, hi
     a = tl.minimum(tl.maximum(a, lo), hi)
-    return lo, a, tl.minimum(tl.maximum(b, a), hi), hi
+    b = tl.minimum(tl.maximum(b, a), hi)
+    return lo * EACH, a * EACH, b * EACH, hi * EACH
 
 
 @triton.jit
@@ -197,7 +213,6 @@ def row_visits(
 ):  # fmt: skip
     """Visits of the queries from t0 on: lo, a, b, hi. OPAQUE: any pair may be hidden."""
     T, S, before, after = bounds
-    counts, indices, most = lists
     last = tl.minimum(t0 + M, T) - 1
     unit = N * EACH
     # Keys below `whole_end` are seen by all; those from `whole_begin` on.
@@ -210,19 +225,7 @@ def row_visits(
         whole_begin = tl.maximum(last - before, 0)
         lo = tl.minimum(tl.maximum(t0 - before, 0) // unit, hi)
     a, b = tl.cdiv(whole_begin, unit), tl.maximum(whole_end, 0) // unit
-    if counts is not None:
-        count = tl.load(counts + place)
-        if OPAQUE:
-            lo, a, b, hi = 0, count, count, count
-        else:
-            lo = _listed_before(indices, place, most, count, lo)
-            a = _listed_before(indices, place, most, count, a)
-            b = _listed_before(indices, place, most, count, b)
-            hi = _listed_before(indices, place, most, count, hi)
-    elif OPAQUE:
-        a, b = hi, hi
-    lo, a, b, hi = _segments(lo, a, b, hi)
-    return lo * EACH, a * EACH, b * EACH, hi * EACH
+    return _segments(lo, a, b, hi, place, lists, EACH, OPAQUE)
 
 
 @triton.jit
@@ -232,7 +235,6 @@ def column_visits(
 ):  # fmt: skip
     """Visits of the keys from s0 on, in tiles of queries: lo, a, b, hi."""
     T, S, before, after = bounds
-    counts, indices, most = lists
     last = tl.minimum(s0 + N, S) - 1
     unit = M * EACH
     whole_end, whole_begin = T, 0
@@ -246,16 +248,4 @@ def column_visits(
     a, b = tl.cdiv(whole_begin, unit), whole_end // unit
     if s0 + N > S:
         b = a
-    if counts is not None:
-        count = tl.load(counts + place)
-        if OPAQUE:
-            lo, a, b, hi = 0, count, count, count
-        else:
-            lo = _listed_before(indices, place, most, count, lo)
-            a = _listed_before(indices, place, most, count, a)
-            b = _listed_before(indices, place, most, count, b)
-            hi = _listed_before(indices, place, most, count, hi)
-    elif OPAQUE:
-        a, b = hi, hi
-    lo, a, b, hi = _segments(lo, a, b, hi)
-    return lo * EACH, a * EACH, b * EACH, hi * EACH
+    return _segments(lo, a, b, hi, place, lists, EACH, OPAQUE)
