@@ -49,6 +49,7 @@ _ROOMS = frozenset(
         "models",
         "data",
         "hub",
+        "distill",
         "hf",
         "elastic",
         "adapters",

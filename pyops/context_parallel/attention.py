@@ -27,6 +27,7 @@ from pyops.context_parallel.problem import Heads, Problem
 from pyops.context_parallel.ring import ring_attention
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, attention
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["METHODS", "ContextRanks", "ContextRow"]
 
@@ -131,6 +132,7 @@ class ContextRow:
         """This rank's tokens of x, which is of the whole row; see `Order.shard`."""
         return self.order.shard(x, rank=self.ranks.rank, dim=dim)
 
+    @disable_dynamo
     def attention(
         self,
         q: Tensor,
@@ -144,7 +146,7 @@ class ContextRow:
         dropout: AttentionDropout | None = None,
     ) -> Tensor:
         """Attention of this rank's queries to the keys of the whole row. Collective: every rank
-        must call it, forward and backward.
+        must call it, forward and backward. torch.compile compiles what is around it.
 
         What concerns tokens is of the whole row and the same on every rank: `mask.documents` and
         `mask.keys` [B, T], the bias [.., T, T], the counters of dropout. Gradients of the bias, and
@@ -158,7 +160,7 @@ class ContextRow:
             scale, soft_cap: As for `pyops.ops.attention.attention`.
             mask: Of the whole row, without places. A layout of blocks with "ulysses" alone.
             bias: Of the whole row; each rank computes with its own queries' rows.
-            dropout: Of the whole row: num_queries and num_keys are T.
+            dropout: Of the whole row: num_queries and num_keys are T without its padding.
 
         Returns:
             [B, n, H, K] in q's dtype.

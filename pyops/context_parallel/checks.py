@@ -80,10 +80,10 @@ def check_row(
     if dropout is not None:
         for name in ("num_queries", "num_keys"):
             given = getattr(dropout, name)
-            if given not in (None, T):
+            if given is not None and given + dropout.padding != T:
                 raise ValueError(
-                    f"{WHO}: {name} of the dropout is {given}, and the row has {T} tokens; leave "
-                    "it out"
+                    f"{WHO}: {name} of the dropout is {given}, and the row has {T} tokens, "
+                    f"{dropout.padding} of them padding; leave it out"
                 )
 
 
@@ -131,7 +131,7 @@ def described(q: Tensor, k: Tensor, order: Order, problem: Problem, method: str)
         "documents": _mark(pair(mask)[0] if mask.documents is not None else None),
     }
     if dropout is not None:
-        found["the state of dropout"] = _mark(dropout.state)
+        found["the state of dropout"] = f"{_mark(dropout.state)}, padding {dropout.padding}"
     return found
 
 

@@ -62,14 +62,15 @@ class Problem:
         )
         if dropout is not None:
             total = heads.total if dropout.num_heads is None else dropout.num_heads
+            queries, keys = (n or self.length for n in (dropout.num_queries, dropout.num_keys))
             stride = dropout.row_stride
             dropout = replace(
                 dropout,
                 first_head=dropout.first_head + heads.start,
                 num_heads=total,
-                num_queries=self.length,
-                num_keys=self.length,
-                row_stride=total * self.length * self.length if stride is None else stride,
+                num_queries=queries,
+                num_keys=keys,
+                row_stride=total * queries * keys if stride is None else stride,
             )
         return replace(self, bias=bias, dropout=dropout)
 

@@ -70,12 +70,14 @@ class Source:
     Attributes:
         transposed: The file has its two last dims in the other order. The dims that it lacks, or
             has more, are leading ones of size 1.
+        trailing: How many dims of size 1 the file has more behind, as a 1 x 1 convolution has.
     """
 
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
     transposed: bool = False
+    trailing: int = 0
 
 
 class Packing(ABC):
@@ -96,14 +98,17 @@ class Same(Packing):
 
     Attributes:
         leading: Dims of size 1 that the file has in front.
+        trailing: Dims of size 1 that the file has behind.
     """
 
     name: str
     leading: int = 0
+    trailing: int = 0
 
     def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         zeros = (0,) * len(shape)
-        return [Source(self.name, (1,) * self.leading + shape, (Piece((zeros, shape), zeros),))]
+        there = (1,) * self.leading + shape + (1,) * self.trailing
+        return [Source(self.name, there, (Piece((zeros, shape), zeros),), trailing=self.trailing)]
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,8 @@ def _check_counters(q: Tensor, k: Tensor, mask: AttentionMask, dropout: Attentio
                 f"AttentionDropout(..., {name}=...)"
             )
         last = int(places.max()) + 1 if places is not None and _readable(places) else own
-        if given is not None and given < (own if places is None else last):
+        needed = (own if places is None else last) - max(dropout.padding, 0)
+        if given is not None and given < max(needed, 1):
             raise ValueError(
                 f"attention: {name} is {given}, and the counters of {max(own, last)} are needed"
             )
