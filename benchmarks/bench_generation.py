@@ -244,4 +244,4 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
 def run(options: Options) -> list[Row]:
     """All cases whose name contains `options.only`."""
     chosen = [make for name, make in cases(options.device) if (options.only or "") in name]
-    return run_cases(chosen, rounds=min(options.rounds, 5), repeats=1)
+    return run_cases(chosen, rounds=min(options.rounds, 5))

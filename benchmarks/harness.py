@@ -171,32 +171,23 @@ def quantiles(seconds: list[float]) -> list[float]:
 
 
 def measure(
-    case: Case,
-    *,
-    rounds: int = 15,
-    sample_seconds: float = 0.01,
-    ranks: Ranks | None = None,
-    repeats: int | None = None,
+    case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks: Ranks | None = None
 ) -> Row:
     """Check the case, time it, and return its row.
 
     rounds: how often each implementation is sampled, in turn. sample_seconds: calls are repeated
     within a sample
-    until it lasts about that long. repeats: so often, instead, for calls of seconds, which are not
-    tried before. Whatever `case.check` raises is raised.
+    until it lasts about that long. Whatever `case.check` raises is raised.
     """
     ranks = ranks if ranks is not None else Alone()
     error = case.check()
-    if repeats is None:
-        times = _contenders(case, sample_seconds=sample_seconds, ranks=ranks)
-    else:
-        times = dict.fromkeys(case.implementations, repeats)
-    names = list(times)
+    repeats = _contenders(case, sample_seconds=sample_seconds, ranks=ranks)
+    names = list(repeats)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         # Each goes first in turn: what runs second finds caches as the first left them.
         for name in names if turn % 2 == 0 else reversed(names):
-            seconds[name].append(_sample(case, name, repeats=times[name], ranks=ranks))
+            seconds[name].append(_sample(case, name, repeats=repeats[name], ranks=ranks))
     ours = names[0]
     row: Row = {
         "bench": case.bench,
@@ -311,11 +302,7 @@ def append_rows(rows: Iterable[Row], *, folder: Path = RESULTS) -> Path | None:
 
 
 def run_cases(
-    cases: Iterable[Case | Callable[[], Case]],
-    *,
-    rounds: int = 15,
-    sample_seconds: float = 0.01,
-    repeats: int | None = None,
+    cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01
 ) -> list[Row]:
     """Measure cases one after another in this process and print each row as it comes.
 
@@ -332,7 +319,6 @@ def run_cases(
                 case if isinstance(case, Case) else case(),
                 rounds=rounds,
                 sample_seconds=sample_seconds,
-                repeats=repeats,
             )
         except Exception as error:
             traceback.print_exc()
