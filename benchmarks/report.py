@@ -109,6 +109,8 @@ def of_aim(row: Row, field: str) -> str:
 
 
 # Columns of rows that have something to say there.
+SPARSE = ("block_sparse", "block_layouts", "sparse_density")
+
 EXTRA: dict[str, Callable[[Row], str]] = {
     "GB/s": lambda row: f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else "",
     "% of copy": lambda row: of_roof(row, "percent_of_copy"),
@@ -198,7 +200,7 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     ),
     "rank correlation": lambda row: of_aim(row, "rank_correlation"),
     "chosen, times the fastest": lambda row: of_aim(row, "best_predicted_over_best"),
-    "tokens": lambda row: f"{row['tokens']:,}" if "too_long" in row else "",
+    "tokens": lambda row: f"{row['tokens']:,}" if "too_long" in row or "limit_bytes" in row else "",
     "as long as explicit scores": lambda row: longer(row) if "times_as_long" in row else "",
     "visited": lambda row: (
         f"{row['density']:.1%}" if row["bench"] in SPARSE and "density" in row else ""
@@ -217,14 +219,10 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
     ),
-    "tokens": lambda row: f"{row['tokens']:,}" if "limit_bytes" in row else "",
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),
 }
-
-
-SPARSE = ("block_sparse", "block_layouts", "sparse_density")
 
 
 def longer(row: Row) -> str:
