@@ -28,6 +28,8 @@ from pyops.models import (
     T5,
     BERTClassifier,
     BERTConfig,
+    CoAtNet,
+    CoAtNetConfig,
     GPTConfig,
     T5Config,
     ViT,
@@ -48,6 +50,7 @@ MODELS: list[tuple[Any, Any]] = [
     (BERT, BERTConfig),
     (T5, T5Config),
     (ViT, ViTConfig),
+    (CoAtNet, CoAtNetConfig),
 ]
 ONE_BIT: list[tuple[Any, dict[str, int]]] = [
     (onebit.OneBitAdam, {"config": onebit.OneBitConfig(warmup_steps=3)}),
@@ -164,6 +167,8 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 # Public callables with such an argument for which None is not "all ranks".
 OTHERWISE = {
+    "adapters.load": "the ranks that the model was made for, or this process alone",
+    "adapters.save": "the ranks that the model was made for, or this process alone",
     "comm.ErrorFeedback": "its communicator only states rank and size, which may be numbers",
     "comm.Reducer": "a communicator, or None, is always given",
     "comm.release": "lets go of what is there",
