@@ -37,6 +37,7 @@ from pyops.models import (
 )
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
+from pyops.plan import ModelShape, measure_blocks
 from pyops.precision import LossScaler, overflowed
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
@@ -138,6 +139,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "pipeline.Pipeline": lambda: Pipeline(
         [linear()], schedule=schedule("1f1b", num_stages=1, num_microbatches=1)
     ),
+    "plan.measure_blocks": lambda: measure_blocks(ModelShape.of_gpt(GPTConfig())),
     "precision.LossScaler": LossScaler,
     "precision.overflowed": lambda: overflowed([X]),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
