@@ -184,11 +184,26 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
     ),
-    "tokens": lambda row: f"{row['tokens']:,}" if "limit_bytes" in row else "",
+    "tokens": lambda row: f"{row['tokens']:,}" if {"too_long", "limit_bytes"} & row.keys() else "",
+    "as long as explicit scores": lambda row: longer(row) if "times_as_long" in row else "",
+    "visited": lambda row: (
+        f"{row['density']:.1%}"
+        if row["bench"] in ("block_sparse", "sparse_density") and "density" in row
+        else ""
+    ),
+    "layout of 64 k tokens": lambda row: (
+        f"{row['layout_ms_of_64k_tokens']:.1f} ms" if "layout_ms_of_64k_tokens" in row else ""
+    ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),
 }
+
+
+def longer(row: Row) -> str:
+    """How many times as long as with explicit scores, and the target where there is one."""
+    aim = row.get("least", {}).get("times_as_long")
+    return f"{row['times_as_long']:.1f}x" + (f" (aim {aim:g}x)" if aim else "")
 
 
 def table(rows: list[Row]) -> str:

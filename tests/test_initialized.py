@@ -68,6 +68,11 @@ def one_bit(kind: Any, options: dict[str, int]) -> Any:
     return kind([nn.Parameter(torch.zeros(4))], lr=1e-3, **options)
 
 
+def divergence() -> Any:
+    side = TP.LinearLogits(torch.zeros(2, 4), torch.zeros(8, 4))
+    return TP.linear_kl_divergence(side, side)
+
+
 def whole(model: nn.Module) -> Any:
     model.placements = {}
     return tensor_parallel.whole_state_dict(model)
@@ -96,6 +101,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         DataConfig(path="stdlib"), vocab_size=300, length=8
     ),
     "data_parallel.DataParallel": lambda: DataParallel(linear()),
+    "distill.linear_kl_divergence": lambda: divergence(),
     "elastic.Elastic": lambda: elastic.Elastic(
         networks.layers(2),
         optimizer=networks.optimizer,
@@ -147,6 +153,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tensor_parallel.linear_cross_entropy": lambda: TP.linear_cross_entropy(
         torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64)
     ),
+    "tensor_parallel.linear_kl_divergence": lambda: divergence(),
     "tensor_parallel.parallelize": lambda: TP.parallelize(nn.TransformerEncoderLayer(8, 2)),
     "tensor_parallel.vocab_parallel_cross_entropy": lambda: TP.vocab_parallel_cross_entropy(
         torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)

@@ -1,24 +1,14 @@
 // bias_activation, bias_gated and their derivatives on tensors: checks, then rows on torch's
 // threads.
-#include <string>
 #include <tuple>
 
-#include "../math/activation.h"
 #include "../host/box.h"
+#include "names.h"
 #include "row_blocks.h"
 #include "wide_bias.h"
 
 namespace pyops {
 namespace {
-
-int activation_code(const std::string& name, const char* op) {
-    const char* const names[ACTIVATIONS] = {"gelu", "gelu_tanh", "relu", "silu"};
-    for (int code = 0; code < ACTIVATIONS; ++code)
-        if (name == names[code]) return code;
-    require(false, "pyops::", op, ": activation must be one of gelu, gelu_tanh, relu, silu; got ",
-            name);
-    return -1;
-}
 
 struct Layer {
     Tensor x;

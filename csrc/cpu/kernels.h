@@ -15,6 +15,8 @@
 #include "../math/table.h"
 #include "activation.h"
 #include "attention.h"
+#include "batch_norm.h"
+#include "depthwise.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -162,6 +164,19 @@ struct Kernels {
                             const void* dlse, void* out, int64_t row);
     // out = round(from)
     void (*narrow)(void* out, const double* from, int64_t n, int dtype);
+    // Mean and squared distances of a tile's columns; the sums of dy and of dy (x - centre), added
+    // to [2, channels]; rows [first, last) normalized, or with dy the gradient of the input.
+    void (*channel_moments)(const ChannelRows& rows, const RowTile& tile, double* mean,
+                            double* squares);
+    void (*channel_sums)(const ChannelRows& rows, const RowTile& tile, double* sums);
+    void (*channel_rows)(const ChannelRows& rows, int64_t first, int64_t last);
+    // Rows [first, last) of all images' outputs; rows [first, last) of their inputs, with the sums
+    // of the taps and of the bias, [10, channels], added to `sums` unless that is null. scratch:
+    // depthwise_scratch numbers.
+    void (*depthwise_forward)(const DepthwiseSpan& span, int64_t first, int64_t last,
+                              void* scratch);
+    void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
+                               void* scratch);
 };
 
 const Kernels& kernels();

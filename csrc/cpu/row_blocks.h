@@ -28,6 +28,8 @@ public:
         if (wanted) sums_.reset(new double[static_cast<size_t>(blocks_ * columns)]());
     }
     double* data() { return sums_.get(); }
+    int64_t blocks() const { return blocks_; }
+    int64_t rows_of_a_block() const { return each_; }  // the last may have fewer
     double* of_block(int64_t block) { return sums_ ? sums_.get() + block * columns_ : nullptr; }
 
     // Calls f(tile, block) for every task; `across` columns are walked (half of all where two go

@@ -38,6 +38,11 @@ void activation_forward_kernel(const ActivationSpan&, int64_t, int64_t);
 void activation_backward_kernel(const ActivationSpan&, const RowTile&, double*);
 void dropout_kernel(const DropoutSpan&, int64_t, int64_t, uint64_t);
 void dropout_backward_kernel(const DropoutSpan&, const RowTile&, uint64_t, double*);
+void channel_moments_kernel(const ChannelRows&, const RowTile&, double*, double*);
+void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
+void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
+void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
+void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -83,6 +88,11 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::attention_backward_kernel,
     PYOPS_ISA::attention_delta_kernel,
     PYOPS_ISA::narrow_kernel,
+    PYOPS_ISA::channel_moments_kernel,
+    PYOPS_ISA::channel_sums_kernel,
+    PYOPS_ISA::channel_rows_kernel,
+    PYOPS_ISA::depthwise_forward_kernel,
+    PYOPS_ISA::depthwise_backward_kernel,
 };
 
 }  // namespace pyops

@@ -51,15 +51,16 @@ __device__ __forceinline__ bool wait_for(const Peers& peers, int peer, uint32_t 
     const uint32_t* word = &mine->arrived[blockIdx.x][peer];
     int64_t began = 0;
     for (;;) {
-        // First, because the others may have come: a rank that goes on beside them after a loss
-        // would say nothing of it.
+        // A difference, because epochs wrap around.
+        const bool came = static_cast<int32_t>(load_acquire(word) - when) >= 0;
+        // Looked at last: whatever loss was told here before the peer came is seen, and this rank
+        // does not go on beside others that have given up.
         const uint32_t lost = load_acquire(&mine->lost);
         if (lost != 0) {
             store_release(peers.failure, lost);
             return false;
         }
-        // A difference, because epochs wrap around.
-        if (static_cast<int32_t>(load_acquire(word) - when) >= 0) return true;
+        if (came) return true;
         const int64_t now = nanoseconds();
         if (began == 0) began = now;
         if (now - began > peers.timeout) tell_of_loss(peers, peer);  // the next turn sees it

@@ -45,6 +45,7 @@ inline void store_release(uint32_t* word, uint32_t value) {
 }
 
 inline uint32_t load_acquire(const uint32_t* word) {
+    emulation::before_look();
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 

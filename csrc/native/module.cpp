@@ -7,14 +7,16 @@ void bind_arena(pybind11::module_& m);
 void bind_async_file(pybind11::module_& m);
 void bind_parameter_scan(pybind11::module_& m);
 void bind_mailbox(pybind11::module_& m);
+void bind_block_lists(pybind11::module_& m);
 
 PYBIND11_MODULE(_native, m) {
     m.doc() =
-        "Objects with a life of their own, under pyops.comm, pyops.optim, pyops.offload, "
-        "pyops.pipeline and pyops.recompute.";
+        "Objects with a life of their own, under pyops.comm, pyops.ops, pyops.optim, "
+        "pyops.offload, pyops.pipeline and pyops.recompute.";
     bind_shared_memory(m);
     bind_parameter_scan(m);
     bind_async_file(m);
     bind_arena(m);
     bind_mailbox(m);
+    bind_block_lists(m);
 }

@@ -1,5 +1,6 @@
 """What patterns are put together from: ranges of columns for each row, whole columns and rows, and
-random columns. Each part is a list of blocks, int64 [n, 3] of (head, query block, key block).
+random columns. Each part is a list of rectangles of blocks, int64 [n, 5] of (head, query block, its
+end, key block, its end); ends are one behind the last block.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pyops import random
 from pyops.attention.extent import Extent
+from pyops.ops.attention.block_tables import rectangles_of
 
 __all__ = [
     "check_random",
@@ -61,12 +63,10 @@ def column_ranges(first: Tensor, end: Tensor, *, head: int = 0) -> Tensor:
         head: The head of all of them.
 
     Returns:
-        The blocks, row by row.
+        The rectangles, one for each row.
     """
-    counts = (end - first).clamp_(min=0)
-    row = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
-    place = torch.arange(row.numel(), device="cpu") - (counts.cumsum(0) - counts)[row]
-    return torch.stack([torch.full_like(row, head), row, first[row] + place], dim=1)
+    row = torch.arange(first.numel(), device="cpu")
+    return torch.stack([torch.full_like(row, head), row, row + 1, first, end], dim=1)
 
 
 def sliding_window(rows: Tensor, width: int) -> Tensor:
@@ -86,14 +86,10 @@ def global_blocks(
         horizontal: Whether rows are set, too.
         head: The head of all of them.
     """
-    chosen = torch.tensor(sorted(set(blocks)), dtype=torch.int64, device="cpu")
-    one, other = (
-        each.reshape(-1)
-        for each in torch.meshgrid(torch.arange(num_blocks, device="cpu"), chosen, indexing="ij")
-    )
-    heads = torch.full_like(one, head)
-    vertical = torch.stack([heads, one, other], dim=1)
-    return torch.cat([vertical, vertical[:, [0, 2, 1]]]) if horizontal else vertical
+    rectangles = [(head, 0, num_blocks, each, each + 1) for each in blocks]
+    if horizontal:
+        rectangles += [(head, each, each + 1, 0, num_blocks) for each in blocks]
+    return torch.tensor(rectangles, dtype=torch.int64, device="cpu").view(-1, 5)
 
 
 def random_columns(seed: int, name: str, *, count: int, extent: Extent) -> Tensor:
@@ -109,7 +105,7 @@ def random_columns(seed: int, name: str, *, count: int, extent: Extent) -> Tenso
     """
     num_heads, num_blocks = extent.num_heads, extent.num_blocks
     if not count or not num_blocks:
-        return torch.zeros(0, 3, dtype=torch.int64, device="cpu")
+        return torch.zeros(0, 5, dtype=torch.int64, device="cpu")
     drawn = random.uniform(
         seed,
         name,
@@ -131,11 +127,11 @@ def random_columns(seed: int, name: str, *, count: int, extent: Extent) -> Tenso
         column = torch.where(left < 1, num_blocks, column)
         chosen = torch.cat([chosen, column.unsqueeze(-1)], dim=-1).sort(dim=-1).values
     head, row, slot = (chosen < available[:, None]).nonzero().unbind(1)
-    return torch.stack([head, row, chosen[head, row, slot]], dim=1)
+    return rectangles_of(torch.stack([head, row, chosen[head, row, slot]], dim=1))
 
 
-def for_each_head(pairs: Tensor, num_heads: int) -> Tensor:
-    """Pairs of head 0, repeated for heads 0 to num_heads - 1."""
-    repeated = pairs.repeat(num_heads, 1)
-    repeated[:, 0] = torch.arange(num_heads, device="cpu").repeat_interleave(len(pairs))
+def for_each_head(rectangles: Tensor, num_heads: int) -> Tensor:
+    """Rectangles of head 0, repeated for heads 0 to num_heads - 1."""
+    repeated = rectangles.repeat(num_heads, 1)
+    repeated[:, 0] = torch.arange(num_heads, device="cpu").repeat_interleave(len(rectangles))
     return repeated

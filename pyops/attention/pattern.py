@@ -5,8 +5,7 @@ others, and a rule given as a function.
     layout = pattern.layout(65536, heads=16, causal=True)      # every rank: the same, no message
     layout = pattern.layout(65536, heads=4, first_head=8)      # the rank that holds heads 8 to 11
 
-A layout is built for the length that is asked for, as a list of blocks; only where a good part of
-all blocks is visited, as a table of blocks.
+A layout is built for the length that is asked for, from a list of rectangles of blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pyops.attention.extent import Extent
 from pyops.attention.parts import for_each_head
 from pyops.attention.picture import draw
 from pyops.ops.attention import BlockLayout
+from pyops.ops.attention.block_tables import rectangles_of
 
 __all__ = ["BlockFunction", "Pattern", "PatternUnion", "from_mask_function"]
 
@@ -37,8 +37,9 @@ class Pattern(ABC):
 
     @abstractmethod
     def visited(self, extent: Extent) -> Tensor:
-        """The visited blocks, int64 [n, 3] of (head, query block, key block), in any order and
-        perhaps repeated; heads counted from 0 within `extent`, only 0 where all are alike."""
+        """The visited blocks, as rectangles int64 [n, 5] of (head, query block, its end, key block,
+        its end), in any order, which may overlap; ends are one behind the last block, and heads are
+        counted from 0 within `extent`, only 0 where all are alike."""
 
     def check(self, num_blocks: int) -> None:  # noqa: B027  # most patterns refuse none
         """Refuse a length that the pattern can not have, before anything is built.
@@ -101,7 +102,7 @@ class Pattern(ABC):
             causal,
             begins,
         )
-        return BlockLayout.from_pairs(
+        return BlockLayout.from_rectangles(
             self.visited(extent),
             num_heads=num_heads,
             block=block,
@@ -199,7 +200,7 @@ class BlockFunction(Pattern):
                 f"the function of a pattern returned {seen.dtype}; it must return torch.bool"
             )
         size = extent.num_blocks
-        return seen.expand(extent.num_heads, size, size).nonzero()
+        return rectangles_of(seen.expand(extent.num_heads, size, size).nonzero())
 
 
 def from_mask_function(

@@ -39,6 +39,13 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: all (0)"
     )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="then among the likeliest whose probabilities sum up to P; 1: all (1)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
 
 
@@ -98,7 +105,8 @@ def answer(given: argparse.Namespace) -> str:
     from pyops.train.pretrained.folder_use import continued
 
     generation: dict[str, Any] = {
-        name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")
+        name: getattr(given, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     }
     return continued(given.folder, given.prompt, _layout(given), chat=given.chat, **generation)
 

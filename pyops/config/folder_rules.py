@@ -39,7 +39,6 @@ def check_folder(config: RunSections) -> None:
         ("optimizer.layer_decay", optimizer.layer_decay, 1.0, "has one learning rate"),
         ("communication.codec", config.communication.codec, "none", "compresses no gradients"),
         ("recompute.offload", config.recompute.offload, "none", "keeps inputs on the device"),
-        ("parallel.cp", parallel.cp, 1, "does not share out the tokens of a sequence"),
         ("parallel.adapt", parallel.adapt, False, "has the layout that is written down"),
         ("train.algorithm", config.train.algorithm, "auto", "chooses the all-reduce itself"),
     ]

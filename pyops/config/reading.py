@@ -150,14 +150,18 @@ EXPECTED = {
     str: "a text in quotes",
 }
 
+LISTS = {
+    str: 'texts, such as [".py", ".md"]',
+    int: "whole numbers, such as [2, 3]",
+}
+
 
 def _convert(value: Any, hint: Any, *, key: str) -> Any:
     """`value` as the field's type; an int will do for a float, nothing else is converted."""
     if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(
-                f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]'
-            )
+        of = typing.get_args(hint)[0]
+        if not isinstance(value, list) or not all(type(item) is of for item in value):
+            raise ConfigError(f"{key} is {value!r}; it must be a list of {LISTS[of]}")
         return tuple(value)
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(

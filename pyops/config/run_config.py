@@ -10,7 +10,7 @@ from pyops.config.config_error import ConfigError
 from pyops.config.folder_rules import check_folder
 from pyops.config.run_sections import RunSections
 from pyops.config.sample_rules import check_elastic
-from pyops.config.task_config import KINDS, check_task
+from pyops.config.task_config import check_task
 from pyops.context_parallel import Order
 
 __all__ = ["Config"]
@@ -36,6 +36,7 @@ class Config(RunSections):
         train: [train].
         task: What is learnt: [task].
         vit: The model of a task over images: [vit].
+        coatnet: Another model of a task over images: [coatnet].
         bert: The model of a task over passages: [bert].
 
     Raises:
@@ -68,7 +69,7 @@ class Config(RunSections):
                 f"zero.offload is {self.zero.offload!r}, but zero.stage is 0, which keeps states "
                 "on the device: set zero.stage to 1"
             )
-        check_task(self.task, data=self.data, vit=self.vit, bert=self.bert)
+        check_task(self.task, data=self.data, vit=self.vit, coatnet=self.coatnet, bert=self.bert)
         if self.elastic.on:
             check_elastic(self)
         self._check_sharing()
@@ -121,8 +122,8 @@ class Config(RunSections):
     def _check_rows(self) -> None:
         """Whether the ranks of parallel.cp can share out the sequences of a text."""
         parallel, cp, length = self.parallel, self.parallel.cp, self.model.sequence_length
-        if cp == 1 or self.task.kind != "text":
-            return
+        if cp == 1 or self.task.kind != "text" or self.model_folder.given:
+            return  # a folder's rows are padded
         wanted = Order.padded_length(parallel.cp_order, length=length, ranks=cp)
         if wanted != length:
             raise ValueError(
@@ -143,14 +144,14 @@ class Config(RunSections):
                 f"parallel.pp is {pp}, {stages} stages by schedule "
                 f"{self.parallel.schedule!r}, but the model has {layers} "
                 f"layers (embedding, {self.num_blocks} blocks, head); set "
-                f"{KINDS[self.task.kind]}.num_layers to {stages - 2} "
+                f"{self.task.section}.num_layers to {stages - 2} "
                 "or more, or fewer stages"
             )
 
     @property
     def num_blocks(self) -> int:
         """Of the model that the task is for."""
-        found: int = getattr(self, KINDS[self.task.kind]).num_layers
+        found: int = getattr(self, self.task.section).num_layers
         return found
 
     @property

@@ -3,7 +3,7 @@ Hugging Face folder alike.
 
 | section | of the plan |
 |---|---|
-| [parallel] tp, pp, dp, cp, sequence_parallel | the same |
+| [parallel] tp, pp, dp, cp, sequence_parallel; of a folder cp_method, cp_order | the same |
 | [parallel] schedule, v, recompute, num_microbatches | pipeline |
 | [zero]; [train] bucket_bytes; [precision] initial_scale, ... | zero |
 | [recompute] modules, offload | recompute, recompute_offload |
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from pyops.config.parallel_config import ParallelConfig
 from pyops.config.run_sections import RunSections
 from pyops.config.training_sections import PrecisionConfig
 from pyops.parallel import ParallelPlan, PipelineOptions
@@ -25,6 +26,7 @@ from pyops.precision import PRECISIONS, LossScale
 
 __all__ = ["loss_scale_of", "plan_for_run", "with_keys_of_a_run"]
 
+ONE_RANK = ParallelConfig()
 # What a plan calls them, and what a run does.
 KEYS = {
     "ParallelPlan: recompute:": "recompute.modules:",
@@ -58,11 +60,14 @@ def plan_for_run(config: RunSections, *, num_rows: int) -> ParallelPlan:
             gather_once=config.zero.stage == 3 and not of_folder,
         )
     scale = loss_scale_of(precision) if PRECISIONS[precision.dtype].scaled else None
+    given = parallel if of_folder else ONE_RANK  # a GPT is made with its own way and order
     return ParallelPlan(
         tp=parallel.tp,
         pp=parallel.pp,
         dp=parallel.dp,
         cp=parallel.cp,
+        cp_method=given.cp_method,
+        cp_order=given.cp_order,
         sequence_parallel=parallel.sequence_parallel,
         pipeline=pipeline,
         zero=replace(config.zero, bucket_bytes=options.bucket_bytes, loss_scale=scale),

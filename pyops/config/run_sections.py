@@ -17,7 +17,7 @@ from pyops.config.training_sections import (
 )
 from pyops.data import DataConfig
 from pyops.elastic.config import ElasticConfig
-from pyops.models import BERTConfig, GPTConfig, ViTConfig
+from pyops.models import BERTConfig, CoAtNetConfig, GPTConfig, ViTConfig
 from pyops.zero import ZeroConfig
 
 __all__ = ["RunSections"]
@@ -41,4 +41,5 @@ class RunSections:
     train: TrainConfig = field(default_factory=TrainConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     vit: ViTConfig = field(default_factory=ViTConfig)
+    coatnet: CoAtNetConfig = field(default_factory=CoAtNetConfig)
     bert: BERTConfig = field(default_factory=BERTConfig)

@@ -9,7 +9,7 @@ from typing import Any
 from pyops.config.config_error import require
 from pyops.data import DataConfig
 from pyops.data.characters import CHARACTERS
-from pyops.models import BERTConfig, ViTConfig
+from pyops.models import BERTConfig, CoAtNetConfig, ViTConfig
 
 __all__ = ["KINDS", "TaskConfig", "check_task"]
 
@@ -21,7 +21,8 @@ KINDS = {
     "passages": "bert",
     "masked_text": "bert",
 }
-SIZES = {"image_size": 8, "num_channels": 1}
+SIZES = {"vit": {"image_size": 8, "num_channels": 1}, "coatnet": {"num_channels": 1}}
+MODELS = {"vit": ("", "vit", "coatnet")}  # of tasks that have a choice; the first is the usual one
 LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 
 
@@ -36,6 +37,8 @@ class TaskConfig:
             passage is from, by [bert], and before that "masked_text", masked tokens of the library
             and the file that each row is from. [data] validation_fraction is held out: of passages,
             each file's end.
+        model: Of images: "vit", the usual one, or "coatnet", by the section [coatnet], whose
+            image_size the images of 8 x 8 pixels are enlarged to; "" of every other task.
         pretrained: The folder of a run whose weights to begin with, all but the head's; "": none.
         num_epochs: 0: train.num_steps steps, of the batch at the start, which may end in the middle
             of an epoch.
@@ -47,6 +50,7 @@ class TaskConfig:
     """
 
     kind: str = "text"
+    model: str = ""
     pretrained: str = ""
     num_epochs: int = 0
     num_copies: int = 1
@@ -56,11 +60,26 @@ class TaskConfig:
         require(self, f"one of {', '.join(KINDS)}", ("kind",), lambda v: v in KINDS)
         require(self, "0 or more", ("num_epochs", "num_passages"), lambda v: v >= 0)
         require(self, "1 or more", ("num_copies",), lambda v: v >= 1)
+        known = MODELS.get(KINDS[self.kind], ("",))
+        shown = ", ".join(f'"{name}"' for name in known)
+        require(self, f"{shown}, as kind is {self.kind!r}", ("model",), lambda v: v in known)
+
+    @property
+    def section(self) -> str:
+        """The section of the model that is trained."""
+        return self.model or KINDS[self.kind]
 
 
-def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERTConfig) -> None:
+def check_task(
+    task: TaskConfig,
+    *,
+    data: DataConfig,
+    vit: ViTConfig,
+    coatnet: CoAtNetConfig,
+    bert: BERTConfig,
+) -> None:
     """ValueError where the sections don't fit the task."""
-    section = KINDS[task.kind]
+    section = task.section
     if task.kind == "text" and task.num_copies > 1:
         raise ValueError(
             f"task.num_copies is {task.num_copies}, but task.kind is {task.kind!r}, which has no "
@@ -72,11 +91,13 @@ def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERT
             f"{bert.sequence_length}: a passage can begin at "
             f"{bert.sequence_length - 1} places before the next; set it to that or less"
         )
-    if section == "vit":
-        for name, wanted in {**SIZES, "num_labels": LABELS[task.kind]}.items():
-            if (value := getattr(vit, name)) != wanted:
+    if section in SIZES:
+        images: Any = vit if section == "vit" else coatnet
+        for name, wanted in {**SIZES[section], "num_labels": LABELS[task.kind]}.items():
+            if (value := getattr(images, name)) != wanted:
                 raise ValueError(
-                    f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}"
+                    f"{section}.{name} is {value}, but task.kind is {task.kind!r}: set it to "
+                    f"{wanted}"
                 )
     if section == "bert":
         wants: dict[str, Any] = {"tied_head": False, "pooled_head": False}

@@ -29,6 +29,7 @@ from pyops.context_parallel.ring import ring_attention
 from pyops.context_parallel.single_token import OnceOfRanks, OnEveryRank
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, attention
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["METHODS", "ContextRanks", "ContextRow"]
 
@@ -141,6 +142,7 @@ class ContextRow:
         """This rank's tokens of x, which is of the whole row; see `Order.shard`."""
         return self.order.shard(x, rank=self.ranks.rank, dim=dim)
 
+    @disable_dynamo
     def attention(
         self,
         q: Tensor,
@@ -154,7 +156,8 @@ class ContextRow:
         dropout: AttentionDropout | None = None,
     ) -> Tensor:
         """Attention of this rank's queries to the keys of the whole row, or of `memory`'s.
-        Collective: every rank must call it, forward and backward.
+        Collective: every rank must call it, forward and backward. torch.compile compiles what is
+        around it.
 
         What concerns tokens is of the whole row and the same on every rank: `mask.documents` and
         `mask.keys` [B, S], the bias [.., T, S], the counters of dropout; S is T but with `memory`.
@@ -170,8 +173,7 @@ class ContextRow:
                 the order gives each rank whole blocks of 16 tokens or a multiple; else with
                 "ulysses".
             bias: Of the whole row; each rank computes with its own queries' rows.
-            dropout: Of the whole row: num_queries is T and num_keys S, or less where the rest is
-                padding by its documents.
+            dropout: Of the whole row: num_queries is T and num_keys S, without their padding.
 
         Returns:
             [B, n, H, K] in q's dtype.

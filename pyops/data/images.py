@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pyops import random
 
-__all__ = ["Images", "copies", "split"]
+__all__ = ["Images", "copies", "enlarged", "split"]
 
 PAPER = -1.0
 
@@ -83,3 +83,10 @@ def copies(images: Tensor, count: int) -> Tensor:
     found = found.unflatten(0, (len(images), count))
     found[:, 0] = images
     return found
+
+
+def enlarged(images: Tensor, side: int) -> Tensor:
+    """images [n, 1, S, S] -> [n, 1, side, side], with lines between their pixels."""
+    if images.shape[-1] == side:
+        return images
+    return functional.interpolate(images, side, mode="bilinear", align_corners=False)

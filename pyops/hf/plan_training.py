@@ -35,6 +35,7 @@ __all__ = ["PlanTraining"]
 
 # Options of ParallelPlan that something of the Trainer's stands for.
 INSTEAD = {
+    "cp": "pyops.parallel.parallelize(model, plan, optimizer=...) shares out the tokens of rows",
     "max_grad_norm": "TrainingArguments(max_grad_norm=...) clips",
     "num_microbatches": "TrainingArguments(gradient_accumulation_steps=...) cuts the rows",
     "compile": "call compile() of the model's blocks before",

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from pyops.context_parallel import ContextRanks
 from pyops.models.context import TokenContext
-from pyops.ops.attention import AttentionMask
+from pyops.parallel.rows.registry import RegistryCalls, go_by_registry, tells_places
 
 __all__ = ["share_rows"]
-
-NAME = "pyops_context_parallel"
-KNOWN = frozenset(
-    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "use_cache"}
-    | {"output_attentions", "output_hidden_states", "is_causal", "sliding_window", "softcap"}
-    | {"position_embeddings", "cache_position", "past_key_values", "output_router_logits"}
-)
 
 
 def share_rows(model: nn.Module, ranks: ContextRanks, *, order: str = "zigzag") -> TokenContext:
@@ -49,12 +42,8 @@ def share_rows(model: nn.Module, ranks: ContextRanks, *, order: str = "zigzag") 
             attention; in forward for labels, masks of padding, caches, and rows that the order
             can't share out.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     name, config = type(model).__name__, getattr(model, "config", None)
-    takes = inspect.signature(model.forward).parameters
-    if config is None or not {"input_ids", "position_ids"} <= set(takes):
+    if not tells_places(model):
         raise ValueError(
             f"share_rows: {name} takes no input_ids and position_ids, so its tokens can't be told "
             "their places; share out rows of a model that does"
@@ -66,35 +55,26 @@ def share_rows(model: nn.Module, ranks: ContextRanks, *, order: str = "zigzag") 
             "fall by rank; set it to 0"
         )
     context = TokenContext(ranks, order)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
-    try:
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f"share_rows: the attention of {name} does not go by transformers' registry ({error})"
-        ) from None
     calls = _Calls(context)
-    for module in model.modules():
-        module.shared_rows = calls  # type: ignore[assignment]
+    try:
+        go_by_registry(model, calls)
+    except ValueError as error:
+        raise ValueError(f"share_rows: {error}") from None
     model.register_forward_pre_hook(calls.enter, with_kwargs=True)
     model.register_forward_hook(calls.leave, with_kwargs=True)
     return context
 
 
-class _Calls:
-    """What happens before and after the forward of a model."""
-
-    def __init__(self, context: TokenContext) -> None:
-        self.context, self.number = context, 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
-        return self  # of modules that communicate with the same ranks
+class _Calls(RegistryCalls):
+    """What happens before and after the forward of a model that is given whole rows."""
 
     def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Own tokens and their places."""
+        if self.context.paused:
+            self.begin(None)
+            return args, kwargs
         names = list(inspect.signature(model.forward).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tokens, mask = given.get("input_ids"), given.get("attention_mask")
@@ -113,7 +93,7 @@ class _Calls:
             )
         row = self.context.row(tokens.shape[1])
         places = row.index(device=tokens.device)
-        self.number = 0
+        self.begin(None)
         own = {
             **given,
             "input_ids": row.shard(tokens),
@@ -127,43 +107,9 @@ class _Calls:
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """RuntimeError unless every layer came to attention over ranks."""
         layers = getattr(model.config, "num_hidden_layers", 1)
-        if self.number < layers:
+        if self.number < layers and not self.context.paused:
             raise RuntimeError(
                 f"share_rows: {self.number} of {layers} layers of {type(model).__name__} came to "
                 "attention over ranks, and the others saw the own tokens alone; this model does "
                 "not go by transformers' registry of attention: share out no rows of it"
             )
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Attention over ranks goes by the places of tokens."""
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """An entry of transformers' registry: [B, H, n, K] -> [B, n, H, K]."""
-    calls, window = module.shared_rows, options.get("sliding_window")
-    dropout = options.pop("dropout", 0.0)
-    unknown = sorted(key for key in options if key not in KNOWN and options[key] is not None)
-    if attention_mask is not None or dropout or unknown:
-        what = "a mask" if attention_mask is not None else f"dropout {dropout}, {unknown}"
-        raise ValueError(
-            f"share_rows: {type(module).__name__} asks for {what}, which attention over ranks does "
-            "not take; share out no rows of this model"
-        )
-    assert isinstance(calls, _Calls)
-    calls.number += 1
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    causal = bool(getattr(module, "is_causal", True))
-    seen = AttentionMask(causal=causal, window=None if window is None else (window - 1, None))
-    row = calls.context.row_of(q.shape[1])
-    y = row.attention(q, k, v, scale=scaling, mask=seen, soft_cap=options.get("softcap"))
-    return y, None

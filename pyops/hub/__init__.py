@@ -4,8 +4,8 @@ load(folder, group=...) -> model       GPT, BERT, T5 or ViT; each rank reads the
 save(model, folder, group=...)         config.json and safetensors files that transformers reads
 to_checkpoint, from_checkpoint         between such folders and checkpoints; `pyops convert`
 
-Known: GPT-2, Llama, BERT, RoFormer, T5 (1.0 and 1.1), ViT. What is called how, and packed how,
-stands in a table each, in `pyops.hub.architectures`.
+Known: GPT-2, Llama, BERT, RoFormer, T5 (1.0 and 1.1), ViT; and, to read, CoAtNet of timm. What is
+called how, and packed how, stands in a table each, in `pyops.hub.architectures`.
 """
 
 from pyops.hub.checkpoint_conversion import from_checkpoint, to_checkpoint

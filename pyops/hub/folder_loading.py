@@ -49,7 +49,7 @@ def load(
 
     Args:
         folder: with config.json and model.safetensors, or several files with their index, of GPT-2,
-            Llama, BERT, RoFormer, T5 or ViT.
+            Llama, BERT, RoFormer, T5 or ViT; or of a CoAtNet of timm.
         group: the ranks that share the model's layers, each of which reads its own part: a process
             group, a Mesh for its tp group, None for the default group. By default this process
             alone: the model is whole.
@@ -104,12 +104,14 @@ def load_from(
                 "in with dtype="
             )
         (dtype,) = found
-    options: dict[str, Any] = {
-        "group": ranks,
-        "sequence_parallel": sequence_parallel,
-        "seed": None,
-        "dtype": dtype,
-    }
+    options: dict[str, Any] = {"group": ranks, "seed": None, "dtype": dtype}
+    if architecture.sequence_parallel:
+        options["sequence_parallel"] = sequence_parallel
+    elif sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel is True, but {architecture.classes[0]} has no tokens between its "
+            "layers that ranks share; leave it out"
+        )
     try:
         # On the meta device it takes no memory: the files may be of another size.
         described = architecture.model(config, **options, device="meta")
@@ -224,9 +226,11 @@ def _read(source: Source, piece: Piece, inner: Box, name: str, weights: Weights)
     size = list(inner[1])
     if source.transposed:
         offset, size = offset[::-1], size[::-1]
-    surplus = len(size) - len(source.shape)  # dims of size 1 in front, on one side or the other
+    # Dims of size 1 in front, on one side or the other.
+    surplus = len(size) - (len(source.shape) - source.trailing)
     offset = offset[surplus:] if surplus >= 0 else [0] * -surplus + offset
     size = size[surplus:] if surplus >= 0 else [1] * -surplus + size
+    offset, size = offset + [0] * source.trailing, size + [1] * source.trailing
     found = weights.read(name, (tuple(offset), tuple(size)))
     return (found.T if source.transposed else found).reshape(inner[1])
 

@@ -31,10 +31,10 @@ from pyops.hub.architectures.pattern_fields import PATTERN_KEYS, pattern_fields
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.folder_files import CONFIG, HubError, read_config
 from pyops.hub.part_gathering import gather_parts
-from pyops.hub.weight_packing import Source
+from pyops.hub.weight_packing import Source, unpack
 from pyops.mesh import ALONE
 from pyops.ops.memory import require_memory, resolved_view
-from pyops.tensor_parallel import Ranks, RanksLike
+from pyops.tensor_parallel import LowRank, Ranks, RanksLike
 
 __all__ = ["save"]
 
@@ -108,6 +108,11 @@ def save(
 
 def _checked_entries(architecture: Architecture, model: nn.Module) -> list[Entry]:
     """HubError for a parameter that can't be a part of the whole: before anything is sent."""
+    if any(isinstance(module, LowRank) for module in model.modules()):
+        raise HubError(
+            "the model has adapters; merge them and take them off (lora.merge(), lora.remove()), "
+            "or save them alone by pyops.adapters.save"
+        )
     try:
         entries = architecture.entries(model)
     except ValueError as error:  # of a parameter that is not of its placement's shape
@@ -195,7 +200,7 @@ class _Tensor:
         return self.entry.parameter.dtype
 
     def read(self) -> Tensor:
-        return _unpack(self.gathered.whole(self.entry), self.source)
+        return unpack(self.gathered.whole(self.entry), self.source)
 
 
 def _files(entries: list[Entry], max_bytes: int) -> dict[str, list[tuple[Entry, Source]]]:
@@ -308,19 +313,3 @@ def _gather(entry: Entry, ranks: Ranks) -> Tensor | None:
     # What is whole everywhere is given on every rank, as without a group.
     cut = ranks.size > 1 and entry.placement is not None and bool(entry.placement.cuts)
     return whole if cut else local
-
-
-def _unpack(whole: Tensor, source: Source) -> Tensor:
-    """The file's tensor from our whole parameter."""
-    turned = source.shape[::-1] if source.transposed else source.shape
-    found = whole.new_empty(turned)
-    for piece in source.pieces:
-        offset, size = piece.at
-        ours = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-        surplus = len(size) - len(turned)
-        start = piece.offset[surplus:] if surplus >= 0 else (0,) * -surplus + piece.offset
-        there = tuple(size[surplus:]) if surplus >= 0 else (1,) * -surplus + tuple(size)
-        found[tuple(slice(o, o + n) for o, n in zip(start, there, strict=True))] = ours.reshape(
-            there
-        )
-    return found.T if source.transposed else found

@@ -15,8 +15,10 @@ it (`Placement`), and meets the boxes listed here. Reading and writing both go b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from pyops.flat import Box
 
@@ -29,6 +31,8 @@ __all__ = [
     "Source",
     "Stacked",
     "Transposed",
+    "pack",
+    "unpack",
 ]
 
 Shape = tuple[int, ...]
@@ -66,12 +70,14 @@ class Source:
     Attributes:
         transposed: The file has its two last dims in the other order. The dims that it lacks, or
             has more, are leading ones of size 1.
+        trailing: How many dims of size 1 the file has more behind, as a 1 x 1 convolution has.
     """
 
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
     transposed: bool = False
+    trailing: int = 0
 
 
 class Packing(ABC):
@@ -92,14 +98,17 @@ class Same(Packing):
 
     Attributes:
         leading: Dims of size 1 that the file has in front.
+        trailing: Dims of size 1 that the file has behind.
     """
 
     name: str
     leading: int = 0
+    trailing: int = 0
 
     def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         zeros = (0,) * len(shape)
-        return [Source(self.name, (1,) * self.leading + shape, (Piece((zeros, shape), zeros),))]
+        there = (1,) * self.leading + shape + (1,) * self.trailing
+        return [Source(self.name, there, (Piece((zeros, shape), zeros),), trailing=self.trailing)]
 
 
 @dataclass(frozen=True)
@@ -168,3 +177,44 @@ class Grouped(Packing):
     def _source(self, name: str, shape: Shape, pieces: Sequence[Piece]) -> Source:
         transposed = self.transposed and len(shape) == 2
         return Source(name, shape[::-1] if transposed else shape, tuple(pieces), transposed)
+
+
+def unpack(whole: Tensor, source: Source) -> Tensor:
+    """The file's tensor from our whole parameter.
+
+    Args:
+        whole: Ours.
+        source: Of the file.
+    """
+    turned = source.shape[::-1] if source.transposed else source.shape
+    found = whole.new_empty(turned)
+    for ours, there in _boxes(source):
+        found[there] = whole[ours].reshape(found[there].shape)
+    return found.T if source.transposed else found
+
+
+def pack(tensor: Tensor, source: Source, whole: Tensor) -> None:
+    """Write a tensor of the file to its places in our whole parameter.
+
+    Args:
+        tensor: The file's.
+        source: Of the file.
+        whole: Ours.
+    """
+    turned = tensor.T if source.transposed else tensor
+    for ours, there in _boxes(source):
+        whole[ours] = turned[there].reshape(whole[ours].shape)
+
+
+def _boxes(source: Source) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Of each piece, where it is in our parameter and in the file's tensor as we turn it."""
+    for piece in source.pieces:
+        offset, size = piece.at
+        surplus = len(size) - len(source.shape)
+        start = piece.offset[surplus:] if surplus >= 0 else (0,) * -surplus + piece.offset
+        there = tuple(size[surplus:]) if surplus >= 0 else (1,) * -surplus + tuple(size)
+        yield _slices(offset, size), _slices(start, there)
+
+
+def _slices(offset: Shape, size: Shape) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))

@@ -127,7 +127,10 @@ def check_pattern(config: Any) -> None:
 
 def estimated_elements(config: Any) -> int:
     """About how many numbers a model has, and what else grows with its fields; never less than its
-    weights in fp32."""
+    weights in fp32. A configuration with other fields says so itself, in `estimated_elements`."""
+    if hasattr(config, "estimated_elements"):
+        own: int = config.estimated_elements()
+        return own
     known = {field: getattr(config, field, 0) for field in SIZES}
     dim, heads = known["dim"], known["num_heads"]
     width = known["head_dim"] or -(-dim // heads)
@@ -153,6 +156,8 @@ def estimated_elements(config: Any) -> int:
 def largest_field(config: Any) -> str:
     """The size that is furthest from the usual one, of all that a configuration has."""
     usual = type(config).__dataclass_fields__
+    if "widths" in usual:
+        return "widths"
     found = [field for field in SIZES if field in usual]
     return max(found, key=lambda field: getattr(config, field) / max(1, usual[field].default))
 

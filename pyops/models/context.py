@@ -28,6 +28,7 @@ from pyops.tensor_parallel.functional.scores import (
     Seen,
     attend,
 )
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["ContextCore", "ContextDropout", "ContextMLP", "SharedRows", "TokenContext"]
 
@@ -54,6 +55,11 @@ class TokenContext:
                 "length of a row alone"
             )
         self.ranks, self.order, self.tokens, self.paused = ranks, order, tokens, False
+        self.own: int | None = None
+        """Tokens of each of the rows at hand that this rank has, where a trainer notes them."""
+        self.unpadded: int | None = None
+        """Tokens of the rows at hand without what was added so that ranks share them out equally,
+        by which dropout counts; None: nothing was added."""
         self.row = lru_cache(maxsize=8)(self._made)
         """Rows of so many tokens: a ContextRow. ValueError where the order can't share them out."""
         self.runs = lru_cache(maxsize=64)(self._runs)
@@ -84,12 +90,13 @@ class TokenContext:
             length = Order.padded_length(self.order, length=length, ranks=size)
         return ContextRow(self.ranks, Order.of(self.order, length=length, ranks=size))
 
-    def _runs(self, length: int, first: int, number: int) -> Runs:
+    def _runs(self, length: int, first: int, number: int, distance: int | None = None) -> Runs:
         """Of a rank's tokens [first, first + number) of all its rows of `length`, one row after the
-        other: stretches at equal distances in the numbering of whole rows."""
+        other: stretches at equal distances in the numbering of whole rows, which begin `distance`
+        apart, or follow one another."""
         places = self.row(length).index().tolist()
-        n = len(places)
-        return _stretches([i // n * length + places[i % n] for i in range(first, first + number)])
+        n, apart = len(places), distance or length
+        return _stretches([i // n * apart + places[i % n] for i in range(first, first + number)])
 
     def row_of(self, own: int) -> ContextRow:
         """Rows of which a rank has so many tokens."""
@@ -101,6 +108,10 @@ class TokenContext:
         if self.tokens is None or self.tokens == length:
             return None
         return -(torch.arange(length, device=device) >= self.tokens).int().expand(rows, length)
+
+    def counted(self, own: int) -> int:
+        """By how many tokens of a row dropout counts, where a rank has so many."""
+        return self.unpadded or own * self.ranks.size
 
 
 class ContextCore(nn.Module):
@@ -211,11 +222,16 @@ class ContextDropout(Dropout):
         """dropout(x + bias) + residual, as of Dropout."""
         if not self.training or self.p == 0.0 or self.state is None:
             return super().forward(x, bias, residual)
-        rows = (x if bias is None else x + bias.to(x.dtype)).reshape(-1, self.width)
+        y = self._dropped(x if bias is None else x + bias.to(x.dtype))
+        return y if residual is None else residual + y
+
+    @disable_dynamo
+    def _dropped(self, x: Tensor) -> Tensor:
+        assert self.state is not None
+        rows = x.reshape(-1, self.width)
         first = self.ranks.rank * len(rows) if self.sequence_parallel else 0
         runs = self.context.runs(self._length, first, len(rows))
-        y = _drop(rows, runs, p=self.p, state=self.state, width=self.width).view(x.shape)
-        return y if residual is None else residual + y
+        return _drop(rows, runs, p=self.p, state=self.state, width=self.width).view(x.shape)
 
 
 class ContextMLP(ParallelMLP):

@@ -45,6 +45,7 @@ from pyops.tensor_parallel import (
     ParallelMLP,
     Ranks,
     RanksLike,
+    RowCache,
     VocabParallelEmbedding,
     initialize_model_,
     set_dropout,
@@ -263,7 +264,7 @@ class GPTBlock(nn.Module):
         x: Tensor,
         shape: Shape | None = None,
         *,
-        past: KVCache | None = None,
+        past: KVCache | RowCache | None = None,
         documents_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:

@@ -31,12 +31,14 @@ from pyops.models.vocabulary_head import IGNORED, VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
+    MemoryRows,
     MLPConfig,
     ParallelAttention,
     Ranks,
     RanksLike,
     RelativeBias,
     RelativeBiasConfig,
+    RowCache,
     VocabParallelEmbedding,
     initialize_model_,
     set_dropout,
@@ -192,15 +194,17 @@ class T5Block(nn.Module):
         x: Tensor,
         shape: Shape | None = None,
         *,
-        bias: DistanceBias | None = None,
+        bias: Tensor | DistanceBias | None = None,
         mask: Tensor | None = None,
         memory: Tensor | None = None,
         memory_shape: Shape | None = None,
         memory_mask: Tensor | None = None,
+        past: tuple[RowCache, MemoryRows] | None = None,
     ) -> Tensor:
         shape, memory_shape = (self.layout.own_shape(each) for each in (shape, memory_shape))
+        kept, memory_kept = past or (None, None)
         x = self.dropout1(
-            self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias), residual=x
+            self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias, past=kept), residual=x
         )
         if (
             self.cross is not None
@@ -213,6 +217,7 @@ class T5Block(nn.Module):
                 memory=memory,
                 memory_shape=memory_shape,
                 mask=memory_mask,
+                past=memory_kept,
             )
             x = self.dropout_cross(y, residual=x)
         result: Tensor = self.dropout2(self.mlp(self.norm2(x)), residual=x)

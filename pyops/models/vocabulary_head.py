@@ -3,10 +3,12 @@ without whole logits."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.context_parallel import token_mean
+from pyops.flat import Placement
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.tensor_parallel import (
     ColumnConfig,
@@ -42,7 +44,16 @@ class VocabularyHead(ColumnParallelLinear):
         self.weight = embedding.weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor, shape: Shape | None = None, *, gather: bool = True) -> Tensor:
-        return self._logits(self._all_tokens(x, self.layout.own_shape(shape)), whole=gather)
+        shape, adapter = self.layout.own_shape(shape), self.adapter
+        if adapter is None or not adapter.enabled:
+            return self._logits(self._all_tokens(x, shape), whole=gather)
+        h = self._all_tokens(adapter.down(x), shape)
+        return self._logits(self._all_tokens(x, shape), whole=gather, hidden=h)
+
+    def low_rank_places(self, rank: int) -> dict[str, Placement]:
+        """As of `ColumnParallelLinear`. Its A is applied to tokens as a rank holds them."""
+        places = super().low_rank_places(rank)
+        return {**places, "A": self.layout.placement(torch.empty(places["A"].global_shape))}
 
     def loss(
         self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None = None, reduction: str = "mean"
@@ -67,9 +78,14 @@ class VocabularyHead(ColumnParallelLinear):
     ) -> Tensor:
         # Where tokens are shared out, gathering them sums their gradient over the ranks; else the
         # loss does.
+        weight: Tensor = self.weight
+        adapter = self.adapter
+        if adapter is not None and adapter.enabled:
+            x = torch.cat([x, adapter.scale * adapter.down(x)], dim=-1)
+            weight = torch.cat([weight, adapter.factor("B", weight)], dim=1)
         return linear_cross_entropy(
             self.layout.whole(x, shape),
-            self.weight,
+            weight,
             targets_BT,
             bias=self.bias,
             group=self.layout.ranks,
@@ -86,8 +102,10 @@ class VocabularyHead(ColumnParallelLinear):
             self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.ranks)
         )
 
-    def _logits(self, x_BTD: Tensor, *, whole: bool) -> Tensor:
+    def _logits(self, x_BTD: Tensor, *, whole: bool, hidden: Tensor | None = None) -> Tensor:
         logits = functional.linear(x_BTD, self.weight, self.bias)
+        if hidden is not None and self.adapter is not None:
+            logits = self.adapter.add(logits, hidden)
         if not whole or self.layout.ranks.size == 1:
             return logits
         return gather(logits, dim=-1, duplicated=True, group=self.layout.ranks)[

@@ -23,6 +23,9 @@ of `torch.ops.pyops`.
                                                        differentiable
     dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
     rotary     rotary                                  rotary positions; differentiable
+    depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
+    batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
+               parts of one, between which ranks exchange sums
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
                addition; differentiable
     cross_entropy  cross_entropy                       the loss; its two kernels are
@@ -40,7 +43,15 @@ csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/trit
 
 from pyops.ops import attention, random, symmetric_step
 from pyops.ops.communication import onebit, quantize, reduce, symmetric
-from pyops.ops.layers import activation, cross_entropy, dropout, norm, rotary
+from pyops.ops.layers import (
+    activation,
+    batch_norm,
+    cross_entropy,
+    depthwise,
+    dropout,
+    norm,
+    rotary,
+)
 from pyops.ops.library import build_info, has_kernel, isa, native
 from pyops.ops.optimizers import (
     adafactor,
@@ -60,8 +71,10 @@ __all__ = [
     "adafactor",
     "adagrad",
     "attention",
+    "batch_norm",
     "build_info",
     "cross_entropy",
+    "depthwise",
     "dropout",
     "frozen_adam",
     "grad_norm",

@@ -5,7 +5,7 @@ define(schema, reference, fake, ...)      pyops/ops/<stem>.py, at import
     |-- schema, fake, autograd: always
     |-- extension built:  C++ kernels answer for CPU and CUDA, Triton kernels (pyops/ops/triton) for
     |                     CUDA where triton is installed; for any other device the op raises and
-    |                     says how to build
+    |                     says how to build, or its reference answers if it is `Everywhere`
     `-- PYOPS_NO_EXT=1:   the plain-torch reference answers for every device
 """
 
@@ -31,7 +31,9 @@ from pyops.ops.memory import VIEWS, check_kinds, check_memory, resolving
 from pyops.torch_private import has_dispatch_kernel
 
 __all__ = [
+    "Everywhere",
     "build_info",
+    "by_torch_on_cuda",
     "define",
     "has_kernel",
     "has_triton",
@@ -121,6 +123,22 @@ def load() -> ctypes.CDLL | None:
 library = torch.library.Library("pyops", "DEF")
 
 
+class Everywhere:
+    """A reference that also answers for devices without a kernel, in an installation that has
+    kernels; for `define`.
+
+    Args:
+        function: The reference, in plain torch.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
 def define(
     schema: str,
     *,
@@ -156,7 +174,8 @@ def define(
     register_flop_formula(packet)(_no_products if flops is None else flops)
     extension = build_info()["extension"]
     # This key answers for every device that has no kernel of its own.
-    other = _missing_kernel(name, triton) if extension else check_memory(name, reference)
+    missing = extension and not isinstance(reference, Everywhere)
+    other = _missing_kernel(name, triton) if missing else check_memory(name, reference)
     library.impl(name, other, "CompositeExplicitAutograd")
     for view in VIEWS:
         library.impl(
@@ -166,6 +185,12 @@ def define(
         )
     if extension and triton is not None and has_triton():
         library.impl(name, _triton_kernel(triton, name), "CUDA")
+
+
+def by_torch_on_cuda(name: str, function: Callable[..., Any]) -> None:
+    """Let `function`, of the op's arguments, answer for CUDA tensors by torch's own kernels."""
+    if build_info()["extension"]:
+        library.impl(name, check_memory(name, function), "CUDA")
 
 
 def _no_products(*_: Any, **__: Any) -> int:

@@ -13,7 +13,7 @@
 | optimizer_groups.py | OptimizerGroups: parameters that learn differently |
 | losses.py | losses as (sum, count), divided once |
 | fused_head.py | the loss in the last layer of a language model, without whole logits |
-| batches.py | which rows of a step are whose |
+| rows | which rows of a step are whose, and which of their tokens |
 | dropout | dropout whose masks are the same on every layout |
 | generation.py | tokens that follow a prompt |
 | weights.py | where a model's values come from, and how they go back |

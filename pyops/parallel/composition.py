@@ -5,6 +5,7 @@ several ranks (`LayeredModel`), which begin with what is done in steps 2 and 3:
 
     1  checks            on every rank, before anything is changed
     2  tensor parallel   layers are cut over "tp"          pyops.tensor_parallel.parallelize
+       rows of tokens    attention goes over "cp"          rows/
     3  keyed dropout     the same masks on every layout    dropout/
     4  recompute         modules that keep inputs alone    pyops.recompute.apply
     5  compile           block by block                    torch.compile
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,19 @@ from torch import nn
 
 from pyops import recompute, tensor_parallel
 from pyops.comm.agreement import check_same, on_first_rank, ranks_agree
+from pyops.context_parallel import ContextRanks
 from pyops.host_heap import trim
 from pyops.mesh import ALONE, Mesh, check_initialized
-from pyops.parallel.batches import accepted_names
+from pyops.models.context import TokenContext
 from pyops.parallel.dropout.keyed_dropout import key_dropout
 from pyops.parallel.fused_head import FusedHead, head_name
 from pyops.parallel.losses import IGNORED, CountedLoss, LabelLoss, PairLoss, loss_of
 from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
 from pyops.parallel.optimizer_groups import OptimizerGroups
 from pyops.parallel.plan import ParallelPlan
+from pyops.parallel.rows.batches import accepted_names
+from pyops.parallel.rows.rows_trial import RowsPlan, find_rows_plan, share_tokens
+from pyops.parallel.rows.shared_tokens import SharedLoss, SharedTokens
 from pyops.parallel.stages.block_lists import compile_blocks, find_block_lists
 from pyops.parallel.stages.block_stages import BlockStagePlan, check_trained, stage_boundaries
 from pyops.parallel.stages.layered_model import LayeredModel
@@ -122,45 +127,94 @@ def parallelize(
         who="parallelize",
     )
     mesh = mesh or Mesh(axes, device_type=device.type)
-    stages = _plan_stages(source, plan, lists, example_inputs, device, trains=trains)
-    before = Snapshot(source.model)
-    head = None
+    found = _Found(
+        rows=_plan_rows(source, plan, example_inputs),
+        stages=_plan_stages(source, plan, lists, example_inputs, device, trains=trains),
+        loss=counted,
+        device=device,
+        seed=seed,
+        example_inputs=example_inputs,
+    )
+    before, undo = Snapshot(source.model), _Undo()
     try:
-        _change_layers(source, plan, mesh, example_inputs, trains=trains)
-        accepted, name = accepted_names(source.model), head_name(source.model)
-        staged = None
-        if stages is not None:
-            staged = StagedModel(
-                source.model,
-                stages,
-                mesh=mesh,
-                loss=counted,
-                named_arguments=accepted,
-                gather_once=plan.pipeline.gather_once,
-            )
-        zero = _make_optimizer(source.model, plan, mesh, optimizer, source, device)
-        source.finish()
-        if staged is not None:
-            staged.connect(zero)
-        if name is not None and plan.fused_loss and isinstance(counted, LabelLoss):
-            head = None if plan.sequence_parallel else _fuse(source.model, name, staged, counted)
+        parts = _compose(source, plan, mesh, optimizer, found, undo)
     except BaseException:
+        undo.run()
         before.restore()
         raise
     trim()  # of what the checks of the cut have freed: several times the model, in small pieces
-    parts = TrainerParts(
+    return Trainer(parts)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is known before anything of the model is changed."""
+
+    rows: RowsPlan | None
+    """How ranks share out the tokens of rows; None: they do not, or the model does by itself."""
+    stages: StagePlan | None
+    """Of a pipeline."""
+    loss: CountedLoss
+    """Of whole rows."""
+    device: torch.device
+    """Of the parameters."""
+    seed: int
+    """Of the dropout."""
+    example_inputs: Any
+    """As given."""
+
+
+def _compose(
+    source: ModelSource,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+    found: _Found,
+    undo: _Undo,
+) -> TrainerParts:
+    """Steps 2 to 8."""
+    loss, head, staged = found.loss, None, None
+    trains = optimizer is not None
+    tokens = _change_layers(source, plan, mesh, found, undo, trains=trains)
+    if tokens is not None:
+        loss = SharedLoss(loss, tokens)
+    name = head_name(source.model)
+    if found.stages is not None:
+        staged = StagedModel(
+            source.model,
+            found.stages,
+            mesh=mesh,
+            loss=loss,
+            named_arguments=accepted_names(source.model),
+            gather_once=plan.pipeline.gather_once,
+        )
+    zero = _make_optimizer(source.model, plan, mesh, optimizer, source, found.device)
+    source.finish()
+    if staged is not None:
+        staged.connect(zero)
+    of_own = loss.of_own if isinstance(loss, SharedLoss) else loss
+    if name is not None and plan.fused_loss and isinstance(of_own, LabelLoss):
+        head = None if plan.sequence_parallel else _fuse(source.model, name, staged, of_own)
+    return TrainerParts(
         model=source.model,
         optimizer=zero,
         mesh=mesh,
         plan=plan,
-        loss=counted,
+        loss=loss,
         staged=staged,
         head=head,
         save_folder=lambda folder: source.save(folder, mesh),
-        seed=seed,
+        seed=found.seed,
         layered=source.layered,
+        tokens=tokens,
     )
-    return Trainer(parts)
+
+
+class _Undo:
+    """What puts back what is not the modules' own."""
+
+    def __init__(self) -> None:
+        self.run: Callable[[], None] = lambda: None
 
 
 def _written(value: Any) -> str:
@@ -173,22 +227,33 @@ def _kind_of(loss: CountedLoss) -> str:
 
 
 def _change_layers(
-    source: ModelSource, plan: ParallelPlan, mesh: Mesh, example_inputs: Any, *, trains: bool
-) -> None:
+    source: ModelSource,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    found: _Found,
+    undo: _Undo,
+    *,
+    trains: bool,
+) -> SharedTokens | None:
     """Steps 2 to 5."""
-    model = source.model
+    model, tokens = source.model, None
     if not trains:
         model.requires_grad_(False)
     if source.layered is None:
-        _cut_layers(model, plan, mesh, example_inputs)
+        _cut_layers(model, plan, mesh, found.example_inputs)
     with ranks_agree():
+        if found.rows is not None:
+            ranks = ContextRanks.of(mesh, method=plan.cp_method)
+            tokens, undo.run = share_tokens(model, found.rows, TokenContext(ranks, plan.cp_order))
         if source.layered is None and trains:  # nothing drops in an evaluation
-            key_dropout(model, group=mesh.group("tp") or ALONE)
+            context = None if tokens is None else tokens.context
+            key_dropout(model, group=mesh.group("tp") or ALONE, context=context)
         if plan.recompute:
             _recompute(model, plan)
         if plan.compile:
             for blocks in _lists_of_blocks(source, plan):
                 compile_blocks(blocks)
+    return tokens
 
 
 def _recompute(model: nn.Module, plan: ParallelPlan) -> None:
@@ -205,6 +270,27 @@ def _fuse(model: nn.Module, name: str, staged: StagedModel | None, loss: LabelLo
     if staged is not None:
         staged.set_head(head)
     return head
+
+
+def _plan_rows(source: ModelSource, plan: ParallelPlan, example_inputs: Any) -> RowsPlan | None:
+    """How ranks share out the tokens of rows, found on the first rank."""
+    if plan.cp == 1 or source.layered is not None:
+        return None
+    model = source.model
+    try:
+        lists = find_block_lists(model, plan.pipeline.blocks)
+    except ValueError:
+        lists = []  # a model without a list of blocks is tried whole
+    return on_first_rank(
+        lambda: find_rows_plan(
+            model,
+            lists,
+            ranks=plan.cp,
+            method=plan.cp_method,
+            order=plan.cp_order,
+            example_inputs=example_inputs,
+        )
+    )
 
 
 def _plan_stages(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops import random
+from pyops.models.generation.choosing import nucleus
 from pyops.parallel.losses import predicts_tokens
 from pyops.parallel.stages.model_stage import CachePerStage
 
@@ -49,6 +50,10 @@ class GenerationOptions:
 
     top_k: int = 0
     """Draw among the `top_k` likeliest tokens; 0: among all."""
+
+    top_p: float = 1.0
+    """Then among the likeliest whose probabilities sum up to `top_p` (Holtzman et al.,
+    arXiv:1904.09751); 1: among all."""
 
     seed: int = 0
     """Of the draws, which are keyed by (seed, number of the row, position), so that a row gets the
@@ -80,6 +85,11 @@ class GenerationOptions:
             raise ValueError(
                 f"generate: temperature is {self.temperature!r}; give 0 for the likeliest token, "
                 "or a positive number"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"generate: top_p is {self.top_p!r}; give a probability above 0, or 1 for all "
+                "tokens"
             )
 
 
@@ -250,6 +260,9 @@ def _choose(
     if options.top_k:
         kth = scores_BV.topk(min(options.top_k, scores_BV.shape[1]), dim=1).values[:, -1:]
         scores_BV = scores_BV.masked_fill(scores_BV < kth, -torch.inf)
+    if options.top_p < 1:
+        kept_BV = nucleus(scores_BV.softmax(dim=1), options.top_p)
+        scores_BV = scores_BV.masked_fill(~kept_BV, -torch.inf)
     rows, size = scores_BV.shape
     uniform = random.uniform(
         options.seed,

@@ -127,15 +127,28 @@ def check_model(
     if layered is not None:
         return
     if plan.cp > 1:
-        raise ValueError(
-            f"ParallelPlan: cp is {plan.cp}, but {name} does not share out the tokens of its rows; "
-            "set cp to 1, or give a LayeredModel of a model that does, such as "
-            "pyops.models.GPT(context=...)"
-        )
+        _check_rows(model, plan)
     if plan.sequence_parallel and plan.tp == 1:
         raise ValueError(
             "sequence_parallel is True, but tp is 1: there are no ranks to share the tokens; set "
             "tp to 2 or more, or sequence_parallel to False"
+        )
+
+
+def _check_rows(model: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse a model whose tokens can't be shared out, by what its config says."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"ParallelPlan: cp is {plan.cp}, but {name} has an encoder and a decoder, whose rows "
+            "are of two lengths; set cp to 1"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if plan.cp_method == "ulysses" and isinstance(heads, int) and heads // plan.tp < plan.cp:
+        raise ValueError(
+            f"ParallelPlan: cp is {plan.cp} with cp_method 'ulysses', whose ranks exchange heads, "
+            f"but {name} has {heads} heads over tp {plan.tp}: set cp to {max(heads // plan.tp, 1)} "
+            "or less, or cp_method to 'gather' or 'ring'"
         )
 
 
@@ -152,6 +165,12 @@ def _check_layered(layered: LayeredModel, plan: ParallelPlan) -> None:
             raise ValueError(
                 f"ParallelPlan: tp is {plan.tp}, but {name} was made for {module.plan.ranks.size} "
                 "ranks; make it with the group of the plan's mesh"
+            )
+    for key in ("cp_method", "cp_order"):
+        if (given := getattr(plan, key)) != getattr(ParallelPlan, key):
+            raise ValueError(
+                f"ParallelPlan: {key} is {given!r}, but {name} was made with its own; leave it "
+                "out, and make the model with ContextRanks.of(mesh, method=...) and order="
             )
     if (found := getattr(layered.module, "num_context_ranks", 1)) != plan.cp:
         raise ValueError(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from pyops.context_parallel import METHODS
 from pyops.mesh import Axes
 from pyops.pipeline import Schedule, schedule
 from pyops.precision import PRECISIONS
@@ -24,6 +25,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "interleaved_zb", "zbv")
 WITH_STAGES_PER_RANK = ("interleaved", "interleaved_zb")
 RECOMPUTE = ("never", "except_last", "always")
 OFFLOADS = ("none", "cpu")
+ROW_ORDERS = ("zigzag", "contiguous", "striped")  # which go by the length of a row alone
 MICROBATCHES_PER_RANK = 2  # where nothing is said: half of the time of the bubble of one
 
 
@@ -89,8 +91,16 @@ class ParallelPlan:
     as there are ranks for."""
 
     cp: int = 1
-    """How many ranks share out the tokens of each row (context parallelism); of a `LayeredModel`
-    that was made for as many, such as `pyops.models.GPT(context=...)`."""
+    """How many ranks share out the tokens of each row (context parallelism); a `LayeredModel` must
+    have been made for as many, such as `pyops.models.GPT(context=...)`."""
+
+    cp_method: str = "gather"
+    """What travels between these ranks in attention: "gather", "ulysses" or "ring"; a
+    `LayeredModel` has its own."""
+
+    cp_order: str = "zigzag"
+    """Which tokens of a row each has: "zigzag", "contiguous" or "striped"; a `LayeredModel` has its
+    own."""
 
     sequence_parallel: bool = False
     """Whether each of the `tp` ranks keeps only its part of the tokens between the layers
@@ -210,13 +220,22 @@ class ParallelPlan:
                 f"ParallelPlan: precision is {self.precision!r}; choose one of "
                 f"{', '.join(PRECISIONS)}"
             )
-        if self.cp > 1 and self.compile:
-            raise ValueError(
-                f"ParallelPlan: compile is True, but cp is {self.cp}: the exchanges of attention "
-                "over ranks are not compiled; set compile to False, or cp to 1"
-            )
+        self._check_context()
         self._check_pipeline()
         self._check_zero()
+
+    def _check_context(self) -> None:
+        for name, known in (("cp_method", METHODS), ("cp_order", ROW_ORDERS)):
+            value, default = getattr(self, name), getattr(ONE_RANK, name)
+            if value not in known:
+                raise ValueError(
+                    f"ParallelPlan: {name} is {value!r}; choose one of {', '.join(known)}"
+                )
+            if self.cp == 1 and value != default:
+                raise ValueError(
+                    f"ParallelPlan: {name} is {value!r}, but cp is 1: no ranks share out the "
+                    f"tokens of rows; set cp to 2 or more, or leave {name} out"
+                )
 
     def _check_pipeline(self) -> None:
         options = self.pipeline
@@ -273,6 +292,9 @@ class ParallelPlan:
                 f"ParallelPlan: max_grad_norm is {self.max_grad_norm}; give a positive number, or "
                 "None not to clip"
             )
+
+
+ONE_RANK = ParallelPlan()
 
 
 def _check_count(what: str, value: Any, least: int) -> None:

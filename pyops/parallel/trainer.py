@@ -24,14 +24,6 @@ from torch import Tensor, nn
 from pyops import checkpoint
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike
-from pyops.parallel.batches import (
-    BatchShare,
-    accepted_names,
-    microbatches,
-    model_arguments,
-    share_of,
-    sum_over_copies,
-)
 from pyops.parallel.dropout.keyed_dropout import set_keyed_dropout
 from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.generation import (
@@ -44,6 +36,15 @@ from pyops.parallel.generation import (
 )
 from pyops.parallel.losses import CountedLoss
 from pyops.parallel.plan import ParallelPlan
+from pyops.parallel.rows.batches import (
+    BatchShare,
+    accepted_names,
+    microbatches,
+    model_arguments,
+    share_of,
+    sum_over_copies,
+)
+from pyops.parallel.rows.shared_tokens import SharedLoss, SharedTokens
 from pyops.parallel.stages.layered_model import LayeredModel
 from pyops.parallel.stages.staged_model import StagedModel
 from pyops.precision import LossScale
@@ -85,6 +86,10 @@ class TrainerParts:
 
     layered: LayeredModel | None = None
     """What the model says of its layers, where it was written for several ranks."""
+
+    tokens: SharedTokens | None = None
+    """Cuts batches where ranks share out the tokens of rows; None where they do not, or where the
+    model does it by itself."""
 
 
 class Trainer:
@@ -176,7 +181,7 @@ class Trainer:
                 "labels are -100; leave such rows out"
             )
         self.model.train()
-        total = float(self._differentiate(batch, share))
+        total = float(self._differentiate(self._own_tokens(batch), share))
         total = sum_over_copies(total, self.mesh, device=self._device)
         self._update(math.isfinite(total))
         self.num_steps += 1
@@ -221,6 +226,12 @@ class Trainer:
         if make is None or not lacking or "labels" not in batch:
             return batch
         return {**batch, "decoder_input_ids": make(labels=batch["labels"])}
+
+    def _own_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+        tokens, loss = self.parts.tokens, self.parts.loss
+        if tokens is None:
+            return batch
+        return tokens.own(batch, loss=loss.inner if isinstance(loss, SharedLoss) else loss)
 
     def _differentiate(self, batch: dict[str, Any], share: BatchShare) -> Tensor:
         """Forward and backward of this copy's rows: the sum of their losses."""
@@ -306,7 +317,7 @@ class Trainer:
         total, count = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
         with self._evaluating():
             for batch, share in self._in_step(batches):
-                total += self._sum_of(batch)
+                total += self._sum_of(self._own_tokens(batch))
                 count += share.count
         summed = sum_over_copies(float(total), self.mesh, device=self._device)
         if not count > 0:
@@ -367,7 +378,7 @@ class Trainer:
             prompt: Tokens [rows, T]; or {"input_ids": ..., "attention_mask": ...}, where shorter
                 rows are padded on the left (for an encoder anywhere).
             options: Fields of `GenerationOptions`: max_new_tokens=20, temperature=0.0, top_k=0,
-                seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
+                top_p=1.0, seed=0, eos_token_id=None (or one, or several), pad_token_id=0.
 
         Returns:
             The tokens on every rank: [rows, T + n], prompt included; of an encoder and a decoder
@@ -391,7 +402,9 @@ class Trainer:
             kept = KeptKeys(self.model, takes[0], stages, num_blocks)
         rows = gather(len(given["input_ids"]), group=self._dp)
         first_row = sum(rows[: self.mesh.rank("dp")])
-        with self._evaluating(), self.optimizer.whole_parameters():
+        tokens = self.parts.tokens
+        whole = nullcontext() if tokens is None else tokens.context.whole_rows()
+        with self._evaluating(), self.optimizer.whole_parameters(), whole:
             return generate_tokens(
                 self._logits, given, chosen, kept=kept, first_row=first_row, start=start
             )

@@ -26,7 +26,6 @@ from pyops.deferred import accumulate_weight_gradient
 from pyops.renamed import missing_attribute
 from pyops.tensor_parallel.convert.parallelize import Report, parallelize
 from pyops.tensor_parallel.convert.whole import whole_state_dict
-from pyops.tensor_parallel.functional.cross_entropy import vocab_parallel_cross_entropy
 from pyops.tensor_parallel.functional.dropout import Dropout, set_dropout
 from pyops.tensor_parallel.functional.gradients import (
     clip_grad_norm_,
@@ -34,13 +33,19 @@ from pyops.tensor_parallel.functional.gradients import (
     sync_partial_grads,
 )
 from pyops.tensor_parallel.functional.initialize import initialize_, initialize_model_
-from pyops.tensor_parallel.functional.linear_cross_entropy import (
+from pyops.tensor_parallel.functional.losses.cross_entropy import vocab_parallel_cross_entropy
+from pyops.tensor_parallel.functional.losses.linear_cross_entropy import (
     LinearCrossEntropyConfig,
     linear_cross_entropy,
 )
+from pyops.tensor_parallel.functional.losses.linear_kl_divergence import (
+    DivergenceConfig,
+    LinearLogits,
+    linear_kl_divergence,
+)
+from pyops.tensor_parallel.functional.losses.vocabulary_part import CrossEntropyConfig
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.scores import rotary_tables
-from pyops.tensor_parallel.functional.vocabulary_part import CrossEntropyConfig
 from pyops.tensor_parallel.layers.attention import ParallelAttention
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding
 from pyops.tensor_parallel.layers.kv_cache import KVCache
@@ -53,21 +58,27 @@ from pyops.tensor_parallel.layers.layer_config import (
     RowConfig,
 )
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.layers.low_rank import LowRank
 from pyops.tensor_parallel.layers.mlp import ParallelMLP
 from pyops.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.layers.relative_bias import RelativeBias
+from pyops.tensor_parallel.layers.row_cache import MemoryRows, RowCache, RowSpan
 
 __all__ = [
     "AttentionConfig",
     "ColumnConfig",
     "ColumnParallelLinear",
     "CrossEntropyConfig",
+    "DivergenceConfig",
     "Dropout",
     "EmbeddingConfig",
     "KVCache",
     "LayerNorm",
     "LinearCrossEntropyConfig",
+    "LinearLogits",
+    "LowRank",
     "MLPConfig",
+    "MemoryRows",
     "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
@@ -76,8 +87,10 @@ __all__ = [
     "RelativeBias",
     "RelativeBiasConfig",
     "Report",
+    "RowCache",
     "RowConfig",
     "RowParallelLinear",
+    "RowSpan",
     "VocabParallelEmbedding",
     "accumulate_weight_gradient",
     "clip_grad_norm_",
@@ -85,6 +98,7 @@ __all__ = [
     "initialize_",
     "initialize_model_",
     "linear_cross_entropy",
+    "linear_kl_divergence",
     "parallelize",
     "rotary_tables",
     "set_dropout",

@@ -25,7 +25,6 @@ from pyops.checkpoint import load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
 from pyops.config.sample_rules import check_samples
-from pyops.config.task_config import KINDS
 from pyops.elastic import (
     Elastic,
     ElasticCallbacks,
@@ -52,6 +51,8 @@ from pyops.train.tasks import make_task
 
 __all__ = ["SampleTraining"]
 
+DROPOUTS = ("dropout", "attention_dropout", "stochastic_depth")  # fields of models
+
 
 class SampleTraining(Training):
     """A task of `pyops.train.tasks`, trained by `pyops.elastic.Elastic`."""
@@ -73,6 +74,7 @@ class SampleTraining(Training):
         check_samples(config)
         self.config, self.device = config, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._check_norm()
         self.task = make_task(config)
         self.precision = PRECISIONS[config.precision.dtype]
         self.besides = self._rows_besides(checkpoint)
@@ -80,6 +82,18 @@ class SampleTraining(Training):
         self.per_epoch = -(-self.task.samples // config.train.batch)
         self.num_steps = config.task.num_epochs * self.per_epoch or config.train.num_steps
         self.skipped, self.score = 0, math.nan
+
+    def _check_norm(self) -> None:
+        """ConfigError for a norm over the images of a batch where ranks share them out: each would
+        keep other running statistics."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if (config := self.config).task.section == "coatnet" and ranks > 1:
+            norm = config.coatnet.norm
+            if norm != "layer":
+                raise ConfigError(
+                    f"coatnet.norm is {norm!r}, whose statistics are of the images of a rank, but "
+                    f'there are {ranks} ranks; set it to "layer", or start one process'
+                )
 
     def _make_elastic(self, *, pretrained: bool) -> Elastic:
         config, options = self.config, self.config.train
@@ -344,7 +358,8 @@ class SampleTraining(Training):
         self, share: PaddedBatch, *, epoch: int = 0, held_out: bool = False
     ) -> tuple[Any, Any, dict[str, Any]]:
         inputs, target, named = self.task.batch(share.samples, epoch=epoch, held_out=held_out)
-        named["shape"] = (share.micro_rows, self.task.tokens)
+        if self.task.told_shape:
+            named["shape"] = (share.micro_rows, self.task.tokens)
         moved = {
             key: value.to(self.device) if isinstance(value, torch.Tensor) else value
             for key, value in named.items()
@@ -354,8 +369,8 @@ class SampleTraining(Training):
     def _key_dropout(
         self, names: Sequence[str], layers: Sequence[nn.Module], share: PaddedBatch, number: int
     ) -> None:
-        model = getattr(self.config, KINDS[self.config.task.kind])
-        if model.dropout or model.attention_dropout:
+        model = getattr(self.config, self.config.task.section)
+        if any(getattr(model, name, 0.0) for name in DROPOUTS):
             for name, layer in zip(names, layers, strict=True):
                 set_dropout(
                     layer,
@@ -392,7 +407,7 @@ class SampleTraining(Training):
             "task": asdict(self.config.task),
             "precision": self.precision.name,
             "optimizer_name": self.config.optimizer.name,
-            "model_config": asdict(getattr(self.config, KINDS[self.config.task.kind])),
+            "model_config": asdict(getattr(self.config, self.config.task.section)),
         }
 
     def load_state(self, state: Mapping[str, Any], path: Path) -> None:
@@ -404,7 +419,7 @@ class SampleTraining(Training):
                 "one is over numbered samples; set task.kind to 'text' and elastic.freeze to "
                 "'none', or give this run another name"
             )
-        section = KINDS[self.config.task.kind]
+        section = self.config.task.section
         model = asdict(getattr(self.config, section))
         check_same_options(
             path,

@@ -35,10 +35,20 @@ from pyops.data import (
     prepare,
     prepare_passages,
 )
-from pyops.data.images import copies
+from pyops.data.images import copies, enlarged
 from pyops.data.passages import FAMILIES, mask_rows
 from pyops.elastic import PADDING
-from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, ViTConfig
+from pyops.models import (
+    BERT,
+    GPT,
+    BERTClassifier,
+    BERTConfig,
+    CoAtNet,
+    CoAtNetConfig,
+    GPTConfig,
+    ViT,
+    ViTConfig,
+)
 from pyops.models.vocabulary_head import IGNORED
 from pyops.precision import PRECISIONS
 
@@ -50,11 +60,11 @@ IMAGES = {"digits": load_digits, "characters": load_characters}
 
 class Task(ABC):
     """samples: to train on, numbered from 0. held_out: likewise, to score. block_count: blocks of
-    the model between embedding and head. tokens: T, which a row has between them. terms: what a
-    row's loss is divided by: gradients' scale is
-    1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats"
-    for each of held_out_terms. digest: of the data and its split, where they are read from files;
-    "" where the numbers of samples tell them apart.
+    the model between first layer and head. first_layer: its name in the model. tokens: T, which a
+    row has between them. told_shape: layers are given shape=(rows, tokens). terms: what a row's
+    loss is divided by: gradients' scale is 1 / (rows * terms). metric: what a row's score is,
+    "accuracy" (the more the better), or "nats" for each of held_out_terms. digest: of the data and
+    its split, where they are read from files; "" where the numbers of samples tell them apart.
     """
 
     name: str
@@ -64,6 +74,8 @@ class Task(ABC):
     tokens: int
     terms: int = 1
     held_out_terms: int = 1
+    first_layer: str = "embedding"
+    told_shape: bool = True
     metric: str = "accuracy"
     digest: str = ""
 
@@ -84,7 +96,7 @@ class Task(ABC):
     @property
     def layer_names(self) -> list[str]:
         """The names that the model's `layers()` have in it."""
-        return ["embedding", *(f"blocks.{i}" for i in range(self.block_count)), "head"]
+        return [self.first_layer, *(f"blocks.{i}" for i in range(self.block_count)), "head"]
 
     def batch(self, samples: Tensor, *, epoch: int = 0, held_out: bool = False) -> Batch:
         """(inputs of the first layer [n, ...], target [n] or [n, T], named arguments of layers) of
@@ -173,7 +185,7 @@ class ImagesTask(Task):
     def __init__(
         self,
         name: str,
-        config: ViTConfig,
+        config: ViTConfig | CoAtNetConfig,
         parts: tuple[Images, Images],
         *,
         count: int,
@@ -185,6 +197,9 @@ class ImagesTask(Task):
         self._images = (copies(train.images, count), kept.images[:, None])
         self.samples, self.held_out = (each.shape[:2].numel() for each in self._images)
         self.block_count, self.tokens = config.num_layers, config.num_tokens
+        self._side = config.image_size
+        if isinstance(config, CoAtNetConfig):
+            self.first_layer, self.told_shape = "stem", False
 
     def model(
         self,
@@ -193,12 +208,15 @@ class ImagesTask(Task):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        return ViT(self._config, seed=seed, device=device, dtype=dtype)
+        kind: Any = ViT if isinstance(self._config, ViTConfig) else CoAtNet
+        made: nn.Module = kind(self._config, seed=seed, device=device, dtype=dtype)
+        return made
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         images = self._images[held_out]
         image, copy = rows // images.shape[1], rows % images.shape[1]
-        return images[image, copy].to(self._dtype), self._labels[held_out][image]
+        found = enlarged(images[image, copy], self._side)
+        return found.to(self._dtype), self._labels[held_out][image]
 
 
 class PassagesTask(Task):
@@ -359,7 +377,8 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     if options.kind in IMAGES:
         load, dtype = IMAGES[options.kind], PRECISIONS[config.precision.dtype].dtype
         parts = load(held_out=data.validation_fraction)
-        return ImagesTask(options.kind, config.vit, parts, count=options.num_copies, dtype=dtype)
+        model = getattr(config, options.section)
+        return ImagesTask(options.kind, model, parts, count=options.num_copies, dtype=dtype)
     if options.kind == "passages":
         return PassagesTask(
             config.bert, data, each=options.num_passages, count=options.num_copies, group=group

@@ -26,7 +26,7 @@ from pyops.attention import (
     from_mask_function,
 )
 from pyops.mesh import ALONE
-from pyops.ops.attention import AttentionMask, attention
+from pyops.ops.attention import AttentionMask, attention, attention_with_lse, merge
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan
 from pyops.parallel.dropout.keyed_dropout import key_dropout, set_keyed_dropout
@@ -317,8 +317,11 @@ def test_bigbird_of_transformers_is_an_oracle():
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_longformer_of_transformers_is_an_oracle():
-    """Its local attention: a window of tokens, half of it on each side."""
+@pytest.mark.parametrize("global_tokens", [False, True])
+def test_longformer_of_transformers_is_an_oracle(global_tokens: bool):
+    """A window of tokens, half of it on each side; and tokens that see all and are seen by all. A
+    query sees those by the same projections as its window, so both are merged into one softmax; as
+    queries they have projections of their own, and see all keys by these."""
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
     heads, width, length, window = 2, 8, 96, 16
@@ -331,21 +334,30 @@ def test_longformer_of_transformers_is_an_oracle():
     torch.manual_seed(0)
     module = LongformerSelfAttention(config, layer_id=0).double()
     x = torch.randn(2, length, heads * width, dtype=torch.float64)
-    padding = torch.zeros(2, length, dtype=torch.float64)
-    padding[1, -11:] = -10000.0
+    kind = torch.zeros(2, length, dtype=torch.float64)
+    kind[1, -11:] = -10000.0  # padding
+    if global_tokens:
+        kind[0, [3, 40]] = kind[1, [0, 41, 57]] = 10000.0
     wanted = module(
         x,
-        attention_mask=padding,
-        is_index_masked=padding < 0,
-        is_index_global_attn=padding > 0,
-        is_global_attn=False,
+        attention_mask=kind,
+        is_index_masked=kind < 0,
+        is_index_global_attn=kind > 0,
+        is_global_attn=global_tokens,
     )[0]
-    q, k, v = (
-        getattr(module, name)(x).view(2, length, heads, width) for name in ("query", "key", "value")
-    )
-    mask = AttentionMask(window=(window // 2, window // 2), keys=padding == 0)
-    found = attention(q, k, v, mask=mask).flatten(2)
-    seen = padding == 0  # queries that are padding are zero there
+
+    def projected(*names: str) -> list[Tensor]:
+        return [getattr(module, name)(x).view(2, length, heads, width) for name in names]
+
+    qkv, seen = projected("query", "key", "value"), kind >= 0
+    near = AttentionMask(window=(window // 2, window // 2), keys=kind == 0)
+    local = attention_with_lse(*qkv, mask=near)
+    found, _ = merge(*local, *attention_with_lse(*qkv, mask=AttentionMask(keys=kind > 0)))
+    own = projected("query_global", "key_global", "value_global")
+    everywhere = attention(*own, mask=AttentionMask(keys=seen))
+    found = torch.where((kind > 0)[..., None, None], everywhere, found).flatten(2)
+    assert torch.equal(found, local[0].flatten(2)) != global_tokens
+    # Queries that are padding are zero there
     torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-5, atol=1e-5)
 
 

@@ -54,6 +54,11 @@ def test_generate_draws_by_seed(folder, capsys):
         assert main([*words, "--seed", seed, "--max-new-tokens", "20", "--device", "cpu"]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]
+    words += ["--seed", "1", "--max-new-tokens", "20", "--device", "cpu"]
+    assert main([*words, "--top-p", "1e-9"]) == 0
+    assert capsys.readouterr().out != shown[0]
+    assert main([*words, "--top-p", "1.5"]) == 2
+    assert "top_p is 1.5; give a probability" in capsys.readouterr().err
 
 
 def eval_words(folder: Path, data: str, *more: str) -> list[str]:

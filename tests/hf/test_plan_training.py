@@ -188,6 +188,7 @@ def test_fp16_skips_steps_that_overflow(world, tmp_path):
         (ParallelPlan(pp=2), "plan has pp=2, and the Trainer's loop calls the whole model"),
         (ParallelPlan(max_grad_norm=1.0), "TrainingArguments(max_grad_norm=...) clips"),
         (ParallelPlan(num_microbatches=2), "gradient_accumulation_steps"),
+        (ParallelPlan(cp=2), "parallelize"),
         (ParallelPlan(tp=0), "tp is 0"),
         (ParallelPlan(tp=2), "the plan is for tp 2 x pp 1 = 2 ranks"),
         ("tp 2", "give pyops.parallel.ParallelPlan"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
+from tests.ops.image_samples import IMAGE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -415,6 +416,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
+    **IMAGE_SAMPLES,
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (
         _norm(device, added=False, bias=False),

@@ -34,20 +34,28 @@ STEMS = (
     "dropout",
     "rotary",
     "norm",
+    "depthwise",
+    "batch_norm",
     "cross_entropy",
     "attention",
 )
 
 
+def of_stems(*stems: str) -> set[str]:
+    return {
+        op
+        for stem in stems
+        for op in SAMPLES
+        if hasattr(getattr(pyops.ops, stem), f"{op.removesuffix('_')}_reference")
+    }
+
+
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = {
-    op
-    for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
-    for op in SAMPLES
-    if hasattr(getattr(pyops.ops, stem), f"{op.removesuffix('_')}_reference")
-}
+IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
+# Those that torch's own kernels answer for on CUDA.
+BY_TORCH = of_stems("depthwise", "batch_norm")
 DIFFERENTIABLE = {  # with a derivative
-    op for op in IN_TRITON if not op.endswith(("_backward", "_"))
+    op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
 }
 
 
@@ -112,9 +120,15 @@ def test_kernel_agrees_with_reference_on_the_sample(op: str, device: torch.devic
         )
 
 
-# Of the samples: 2 B H T S K for each product, which attention alone has.
+# Of the samples: 2 B H T S K for each of attention's products.
 PRODUCT = 2 * 2 * 4 * 6 * 9 * 8
-COUNTED = {"attention_forward": 2 * PRODUCT, "attention_backward": 5 * PRODUCT}
+CONVOLUTION = 2 * 9 * 2 * 3 * 4 * 18  # N H W C of its result, and nine taps
+COUNTED = {
+    "attention_forward": 2 * PRODUCT,
+    "attention_backward": 5 * PRODUCT,
+    "depthwise_conv2d": CONVOLUTION,
+    "depthwise_conv2d_backward": 2 * CONVOLUTION,
+}
 
 
 @pytest.mark.cpu_only
@@ -151,6 +165,7 @@ def test_has_kernel(device: torch.device):
     assert {"bias_activation", "rotary"} <= IN_TRITON
     for op in ops():
         expected = library.has_triton() if op in IN_TRITON else library.build_info()["cuda"]
+        expected = expected or op in BY_TORCH
         assert pyops.has_kernel(op, "cuda") == (built and expected), op
     assert not pyops.has_kernel("adam_", "xpu")
     if built:

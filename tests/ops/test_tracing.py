@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyops.ops.layers import activation, dropout, norm, rotary
+from pyops.ops.layers import activation, depthwise, dropout, norm, rotary
 from pyops.ops.layers.cross_entropy import cross_entropy
 
 WIDTH = 12
@@ -42,6 +42,9 @@ LAYERS: dict[str, Layer] = {
         x * w + y + b, p=0.3, state=state(x), row=4, row_stride=9
     ),
     "rotary": turned,
+    "depthwise_conv2d": lambda x, y, w, b: depthwise.depthwise_conv2d(
+        (x + y).mT.reshape(2, WIDTH, 1, 5), (w + x[0, 0]).view(-1, 1, 1, 1).expand(-1, 1, 3, 3), b
+    ),
     "layer_norm": lambda x, y, w, b: norm.layer_norm(x + y, w, b),
     "rms_norm": lambda x, y, w, b: norm.rms_norm(x + y * b, w, offset=1.0),
     "add_layer_norm": lambda x, y, w, b: norm.add_layer_norm(x, y, w, b),

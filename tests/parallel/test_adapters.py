@@ -17,7 +17,7 @@ from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
 from pyops.tensor_parallel.convert.check.virtual_ranks import run_virtual
 from pyops.tensor_parallel.convert.replacement_plan import ReplacementPlan
 from pyops.zero import ZeroConfig
-from tests.grids import cut
+from tests.grids import cut, full
 from tests.parallel.test_trainer import NO_DROPOUT, close, own_rows, rows_for
 from tests.parallel.tiny_transformers import batch_for, make_model
 
@@ -42,6 +42,8 @@ PLANS = {
     "pp 2, zb1p": (2, ParallelPlan(pp=2, pipeline=PipelineOptions("zb1p"))),
     "tp 2 x pp 2": (4, ParallelPlan(tp=2, pp=2)),
     "tp 2 x dp 2, zero 1": (4, ParallelPlan(tp=2, zero=ZeroConfig(stage=1))),
+    "cp 2": (2, ParallelPlan(cp=2, cp_method="ring")),
+    "cp 2 x tp 2": (4, ParallelPlan(cp=2, tp=2, cp_method="ulysses")),
 }
 IN_SUITE = [
     ("q and v", "zero 3"), ("all and head", "tp 2"), ("all and head", "pp 2"), ("packed", "tp 2"),
@@ -122,9 +124,12 @@ def dropped(rank: int, group: object, plan: ParallelPlan, folder: Path) -> list[
     return trained(rank, group, "all and head", plan, folder, lora_dropout=0.3)
 
 
-def test_the_dropout_of_adapters_is_the_same_on_every_layout(world, tmp_path):
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(tp=2), full(ParallelPlan(cp=2, cp_order="contiguous"))]
+)
+def test_the_dropout_of_adapters_is_the_same_on_every_layout(plan, world, tmp_path):
     expected = dropped(0, None, ParallelPlan(), tmp_path)
-    for losses in world(2).run(dropped, ParallelPlan(tp=2), tmp_path):
+    for losses in world(2).run(dropped, plan, tmp_path):
         close(losses, expected)
     apart = [abs(a - b) for a, b in zip(expected, plain("all and head")[0], strict=True)]
     assert max(apart) > 1e-3, "dropout drops nothing"

@@ -62,7 +62,7 @@ def generated(
     ]
 
 
-SAMPLED = {"temperature": 0.9, "top_k": 20, "seed": 5}
+SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 5}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,6 +113,12 @@ def test_draws_follow_the_softmax():
     options = GenerationOptions(temperature=0.7)
     counts = torch.bincount(_choose(logits, options, position=0, first_row=0), minlength=4) / 20000
     torch.testing.assert_close(counts, torch.softmax(logits[0] / 0.7, 0), rtol=0, atol=0.015)
+    options = GenerationOptions(temperature=1.0, top_p=0.7)  # of 0.087, 0.237, 0.644 and 0.032
+    counts = torch.bincount(_choose(logits, options, position=0, first_row=0), minlength=4)
+    assert counts[[0, 3]].tolist() == [0, 0]
+    assert min(counts[[1, 2]].tolist()) > 4000
+    with pytest.raises(ValueError, match="top_p is 0"):
+        GenerationOptions(top_p=0.0).validate()
 
 
 def ended(rank: int, group: object, plan: ParallelPlan, eos: int | list[int]) -> Tensor:

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.cpu_only
 REFUSED = {
     "tp": (ParallelPlan(tp=0), ("tp", "0")),
     "cp": (ParallelPlan(cp=0), ("cp", "0")),
-    "compiled": (ParallelPlan(cp=2, compile=True), ("compile is True", "cp is 2")),
+    "method": (ParallelPlan(cp=2, cp_method="all"), ("cp_method", "'all'", "gather")),
+    "order": (ParallelPlan(cp=2, cp_order="balanced"), ("cp_order", "'balanced'", "zigzag")),
+    "no rows": (ParallelPlan(cp_method="ring"), ("cp_method is 'ring'", "cp is 1")),
     "pp": (ParallelPlan(pp=True), ("pp", "True")),
     "dp": (ParallelPlan(dp=-1), ("dp", "-1")),
     "microbatches": (ParallelPlan(num_microbatches=0), ("num_microbatches", "0")),
@@ -144,6 +146,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"plan": ParallelPlan(zero=ZeroConfig(stage=2))},
         ("plan.zero", "stage=1", "stage=2"),
     ),
+    "way of attention": (
+        {"plan": ParallelPlan(cp=2)},
+        {"plan": ParallelPlan(cp=2, cp_method="ring")},
+        ("plan.cp_method", "gather", "ring"),
+    ),
     "seed": ({"seed": 1}, {"seed": 2}, ("seed", "1", "2")),
     "loss": ({}, {"loss": (lambda o, b: o, lambda b: 1)}, ("loss", "None")),
     "model": ({"model": "gpt2"}, {"model": "llama"}, ("GPT2LMHeadModel", "LlamaForCausalLM")),
@@ -213,5 +220,10 @@ def test_a_mesh_and_a_model_that_share_rows_out_otherwise_are_refused() -> None:
     assert ParallelPlan(cp=2, tp=2).axes(8).degrees() == {"pp": 1, "dp": 2, "cp": 2, "tp": 2}
     with pytest.raises(ValueError, match="tp 1 x pp 1 x cp 2 = 2 ranks or a multiple, but 3 run"):
         ParallelPlan(cp=2).axes(3)
-    with pytest.raises(ValueError, match=r"cp is 2, but .* does not share out the tokens"):
-        check_model(make_model("llama"), ParallelPlan(cp=2))
+    for plan, words in (
+        (ParallelPlan(cp=8, cp_method="ulysses"), "4 heads over tp 1: set cp to 4 or less"),
+        (ParallelPlan(cp=2, tp=4, cp_method="ulysses"), "4 heads over tp 4: set cp to 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_model(make_model("llama"), plan)
+    check_model(make_model("llama"), ParallelPlan(cp=4, cp_method="ulysses"))

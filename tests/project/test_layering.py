@@ -39,8 +39,8 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data"],
-    ["hub", "elastic"],
-    ["parallel"],
+    ["hub", "elastic", "distill"],
+    ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "cli", "__main__"],
 ]
@@ -89,6 +89,14 @@ FLOORS = {
         ["folder_loading", "folder_saving", "pretrained"],
         ["checkpoint_conversion"],
     ],
+    "models": [
+        ["config_checks", "context", "rotary"],
+        ["model_layout"],
+        ["vocabulary_head"],
+        ["bert", "coatnet", "gpt", "t5", "vit"],
+        ["classifier"],
+        ["generation"],
+    ],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],
@@ -111,7 +119,7 @@ FLOORS = {
     "parallel": [
         ["dropout", "fused_head", "optimizer_groups", "plan"],
         ["losses"],
-        ["batches", "stages"],
+        ["rows", "stages"],
         ["generation", "model_checks", "weights"],
         ["trainer"],
         ["composition"],

@@ -57,8 +57,7 @@ def apply(model: nn.Module, pattern: Pattern, *, block: int = 64) -> str:
         TypeError: When it is no model of transformers, or no pattern.
         ValueError: When the model has attention that a pattern can't be applied to, by name;
             nothing is changed then. A forward raises it for a mask, a cache or an option of a call
-            that a pattern does not take, and RuntimeError on a device for which this installation
-            has no kernel of `pyops.ops.attention`.
+            that a pattern does not take.
     """
     functions = _Attention(pattern, block)
     _check(model, pattern, block)

@@ -42,6 +42,9 @@ class Architecture:
         renamed: (new, old) parts of names.
         computed: Of a configuration, tensors that the files may hold and that we compute: what they
             hold must be that.
+        buffers: Last parts of the names of buffers that the files hold, too; each lies on its ranks
+            as the `weight` beside it.
+        sequence_parallel: Whether the model takes it.
     """
 
     kind: str
@@ -57,26 +60,37 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     computed: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
+    buffers: tuple[str, ...] = ()
+    sequence_parallel: bool = True
 
     def entries(self, model: nn.Module) -> list[Entry]:
-        """Every parameter of the model with what it is made of, in the model's order; a shared one
-        once."""
+        """Every parameter of the model with what it is made of, in the model's order, a shared one
+        once; and the buffers that the files hold."""
         placements, heads, names = (
             Placement.of(model),
             self.heads(model.config),
             self.names(model.config),
         )
         found = []
-        for name, parameter in model.named_parameters():
-            placement = placements.get(name)
+        for name, parameter in (*model.named_parameters(), *self._held_buffers(model)):
+            prefix, _, last = name.rpartition(".")
+            beside = f"{prefix}.weight" if last in self.buffers else name
+            placement = placements.get(beside)
             shape = tuple(parameter.shape) if placement is None else placement.global_shape
             number = re.search(r"\.(\d+)\.", name)
-            packing = names[re.sub(r"\.\d+\.", ".{i}.", name, count=1)]
+            packing = names.get(name) or names[re.sub(r"\.\d+\.", ".{i}.", name, count=1)]
             sources = packing.sources(shape, heads)
             if number:
                 sources = [replace(s, name=s.name.replace("{i}", number[1])) for s in sources]
             found.append(Entry(name, parameter, placement, tuple(sources)))
         return found
+
+    def _held_buffers(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        return [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if name.rpartition(".")[2] in self.buffers
+        ]
 
     def in_file(self, name: str, names: frozenset[str]) -> str:
         """How a file with these names calls the tensor `name`."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from pyops.hub.architectures.architecture import Architecture
 from pyops.hub.architectures.bert_mapping import BERT_MODEL, ROFORMER
+from pyops.hub.architectures.coatnet_mapping import COATNET
 from pyops.hub.architectures.gpt2_mapping import GPT2
 from pyops.hub.architectures.llama_mapping import LLAMA
 from pyops.hub.architectures.pattern_fields import pattern_fields, with_pattern
@@ -29,6 +30,8 @@ def find_architecture(values: Mapping[str, Any]) -> Architecture:
     Raises:
         HubError: Naming those that are known, for another.
     """
+    if isinstance(values.get("architecture"), str) and "model_type" not in values:
+        return COATNET  # timm's config.json; it says which are known
     classes, kind = values.get("architectures") or [None], values.get("model_type")
     if not isinstance(classes, list) or not all(
         each is None or isinstance(each, str) for each in classes

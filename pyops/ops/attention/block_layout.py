@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.attention.block_tables import check_pairs, check_sizes, compressed, not_later
+from pyops.ops.attention.block_tables import (
+    both_ways,
+    check_pairs,
+    check_rectangles,
+    check_sizes,
+    not_later,
+    rectangles_of,
+    tables_of,
+)
 
 __all__ = ["BlockLayout"]
 
@@ -28,9 +36,10 @@ __all__ = ["BlockLayout"]
 class BlockLayout:
     """Blocks of queries by blocks of keys, for all heads alike or for each head its own.
 
-    Made by `from_dense` or `from_pairs`; h counts heads, or is 0 where all are alike. Blocks of the
-    layout are visited, and what the operation is told besides (a window, documents, causality) is
-    tested within them. A block that reaches beyond the last query or key is never full.
+    Made by `from_dense`, `from_pairs` or `from_rectangles`; h counts heads, or is 0 where all are
+    alike. Blocks of the layout are visited, and what the operation is told besides (a window,
+    documents, causality) is tested within them. A block that reaches beyond the last query or key
+    is never full.
 
     Raises:
         ValueError: When a size or the shape of a table does not fit, TypeError for its dtype.
@@ -110,12 +119,11 @@ class BlockLayout:
         Raises:
             ValueError: When sizes or shapes do not fit; TypeError when `visible` is not bool.
         """
-        check_sizes(block, num_queries, num_keys)
+        shape = _shape(1, block, num_queries, num_keys)[1:]
         if visible.dtype != torch.bool:
             raise TypeError(f"a table of blocks must be torch.bool, got {visible.dtype}")
         if visible.dim() == 2:
             visible = visible.unsqueeze(0)
-        shape = (-(-num_queries // block), -(-num_keys // block))
         if visible.dim() != 3 or visible.shape[1:] != shape or not visible.shape[0]:
             raise ValueError(
                 f"a table of shape {list(visible.shape)} for {num_queries} queries and {num_keys} "
@@ -123,13 +131,15 @@ class BlockLayout:
             )
         if causal:
             visible = visible & not_later(visible)
-        return cls._of_keys(
+        sizes = (block, num_queries, num_keys)
+        rows, columns = both_ways(
             visible.reshape(-1).nonzero().squeeze(1),
             visible.transpose(1, 2).reshape(-1).nonzero().squeeze(1),
-            num_heads=visible.shape[0],
-            sizes=(block, num_queries, num_keys),
+            (visible.shape[0], *shape),
+            _whole(sizes),
             causal=causal,
         )
+        return cls(*sizes, causal, *rows, *columns)
 
     @classmethod
     def from_pairs(
@@ -157,56 +167,52 @@ class BlockLayout:
             ValueError: When a size does not fit or a pair is out of range; TypeError when `pairs`
                 is not int64.
         """
-        check_sizes(block, num_queries, num_keys)
-        nq, nk = -(-num_queries // block), -(-num_keys // block)
-        check_pairs(pairs, (num_heads, nq, nk))
-        head, row, column = pairs.unbind(1)
-        total = num_heads * nq * nk
-        keys = (head * nq + row) * nk + column
-        if 16 * keys.numel() >= total:  # a table and two passes over it take less time than sorting
-            visible = torch.zeros(total, dtype=torch.bool, device=pairs.device)
-            visible[keys] = True
-            return cls.from_dense(
-                visible.view(num_heads, nq, nk),
-                block=block,
-                num_queries=num_queries,
-                num_keys=num_keys,
-                causal=causal,
-            )
-        if causal:
-            keys = keys[column <= row]
-        keys = torch.unique_consecutive(keys.sort().values)
-        head_row, column = keys // nk, keys % nk
-        turned = ((head_row // nq) * nk + column) * nq + head_row % nq
-        return cls._of_keys(
-            keys,
-            turned.sort().values,
-            num_heads=num_heads,
-            sizes=(block, num_queries, num_keys),
-            causal=causal,
-        )
+        shape = _shape(num_heads, block, num_queries, num_keys)
+        check_pairs(pairs, shape)
+        sizes = (block, num_queries, num_keys)
+        return cls._of_rectangles(rectangles_of(pairs), shape, sizes, causal=causal)
 
     @classmethod
-    def _of_keys(
+    def from_rectangles(
         cls,
-        keys: Tensor,
-        column_keys: Tensor,
+        rectangles: Tensor,
         *,
-        num_heads: int,
+        num_heads: int = 1,
+        block: int,
+        num_queries: int,
+        num_keys: int,
+        causal: bool = False,
+    ) -> BlockLayout:
+        """The layout of a list of rectangles of blocks, without a table of all.
+
+        Args:
+            rectangles: int64 [n, 5] of (head, query block, end, key block, end), each end one
+                behind the last block; in any order, and they may overlap.
+            num_heads: Heads of the layout; 1 for all heads alike.
+            block, num_queries, num_keys, causal: As for `from_dense`.
+
+        Returns:
+            The layout, on the device of `rectangles`.
+
+        Raises:
+            ValueError: When a size does not fit or a rectangle is out of range; TypeError when
+                `rectangles` is not int64.
+        """
+        shape = _shape(num_heads, block, num_queries, num_keys)
+        check_rectangles(rectangles, shape)
+        return cls._of_rectangles(rectangles, shape, (block, num_queries, num_keys), causal=causal)
+
+    @classmethod
+    def _of_rectangles(
+        cls,
+        rectangles: Tensor,
+        shape: tuple[int, int, int],
         sizes: tuple[int, int, int],
+        *,
         causal: bool,
     ) -> BlockLayout:
-        """From the visited blocks' places in [H, nq, nk] and in [H, nk, nq], both ascending."""
-        block, num_queries, num_keys = sizes
-        nq, nk = -(-num_queries // block), -(-num_keys // block)
-
-        def full(row: Tensor, column: Tensor) -> Tensor:
-            whole = (row < num_queries // block) & (column < num_keys // block)
-            return whole & (column < row) if causal else whole
-
-        rows = compressed(keys, (num_heads, nq, nk), full)
-        columns = compressed(column_keys, (num_heads, nk, nq), lambda c, r: full(r, c))
-        return cls(block, num_queries, num_keys, causal, *rows, *columns)
+        rows, columns = tables_of(rectangles, shape, _whole(sizes), causal=causal)
+        return cls(*sizes, causal, *rows, *columns)
 
     @property
     def num_heads(self) -> int:
@@ -266,8 +272,10 @@ class BlockLayout:
 
     def pairs(self) -> Tensor:
         """The visited blocks, int64 [n, 3] of (head, query block, key block), ascending."""
-        slots = torch.arange(self.indices.shape[-1], device=self.device)
-        head, row, slot = (slots < self.counts[..., None]).nonzero().unbind(1)
+        counts = self.counts.reshape(-1).long()
+        line = torch.arange(counts.numel(), device=self.device).repeat_interleave(counts)
+        head, row = line // max(self.num_query_blocks, 1), line % max(self.num_query_blocks, 1)
+        slot = torch.arange(line.numel(), device=self.device) - (counts.cumsum(0) - counts)[line]
         return torch.stack([head, row, self.indices[head, row, slot].long()], dim=1)
 
     def to(self, device: torch.device | str) -> BlockLayout:
@@ -306,8 +314,14 @@ class BlockLayout:
                 f"a union of layouts with {self.num_heads} and {other.num_heads} heads; make both "
                 "with the same number, or one with all heads alike"
             )
-        return BlockLayout.from_dense(
-            self.dense() | other.dense(),
+        heads = max(self.num_heads, other.num_heads)
+        parts = [
+            layout._with_tables(lambda table: table.expand(heads, *table.shape[1:])).pairs()
+            for layout in (self, other)
+        ]
+        return BlockLayout.from_pairs(
+            torch.cat(parts),
+            num_heads=heads,
             block=self.block,
             num_queries=self.num_queries,
             num_keys=self.num_keys,
@@ -356,3 +370,14 @@ class BlockLayout:
         return BlockLayout(
             self.block, self.num_queries, self.num_keys, self.causal, *rows, *columns
         )
+
+
+def _shape(num_heads: int, block: int, num_queries: int, num_keys: int) -> tuple[int, int, int]:
+    """Heads, and blocks of both sides; raises for a size that no layout can have."""
+    check_sizes(block, num_queries, num_keys)
+    return num_heads, -(-num_queries // block), -(-num_keys // block)
+
+
+def _whole(sizes: tuple[int, int, int]) -> tuple[int, int]:
+    """Blocks of both sides that have all their tokens, of (block, num_queries, num_keys)."""
+    return sizes[1] // sizes[0], sizes[2] // sizes[0]

@@ -29,8 +29,11 @@ from pyops.ops.attention.arguments import AttentionBias, AttentionDropout, Atten
 from pyops.ops.attention.checks import check_attention
 from pyops.ops.attention.operands import Operands, operands_of, options_of, wide_dtype
 from pyops.ops.attention.plain import is_torchs, torch_attention
-from pyops.ops.attention.reference import attention_backward_reference, attention_forward_reference
-from pyops.ops.library import define, no_second_derivative
+from pyops.ops.attention.reference import (
+    attention_backward_by_rows,
+    attention_forward_by_rows,
+)
+from pyops.ops.library import Everywhere, define, no_second_derivative
 
 __all__ = ["attention", "attention_with_lse"]
 
@@ -61,7 +64,8 @@ def attention(
 
     Differentiable in q, k, v and the bias, once. Memory beside the result: float32 [B, H, T], and
     in backward a float32 of q's size; no tensor has T x S elements. A query that sees nothing gets
-    0, and gradients of 0.
+    0, and gradients of 0. On a device without a kernel a few queries at a time are computed in
+    plain torch, with memory linear in T and S, slowly.
 
     Plain attention, hidden but by causality, goes to torch's kernel where that was measured to be
     faster (`plain_table`), and on a GPU.
@@ -243,7 +247,7 @@ def _backward_flops(
 
 define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {TENSORS}, *, {NUMBERS}) -> (Tensor, Tensor)",
-    reference=attention_forward_reference,
+    reference=Everywhere(attention_forward_by_rows),
     fake=_fake,
     backward=_backward,
     setup_context=_save,
@@ -254,7 +258,7 @@ define(
     "attention_backward(Tensor dy, Tensor? dlse, Tensor y, Tensor lse, Tensor q, Tensor k, Tensor v"
     f", {TENSORS}, *, {NUMBERS}, bool bias_grad, bool table_grad) -> (Tensor, Tensor, Tensor, "
     "Tensor, Tensor)",
-    reference=attention_backward_reference,
+    reference=Everywhere(attention_backward_by_rows),
     fake=_fake_backward,
     backward=no_second_derivative,
     triton="attention",

@@ -3,7 +3,7 @@
 plain: nothing hidden but by causality, nothing added, capped or dropped, T = S where causal
 a kind of CPU or GPU in plain_table    torch's where it was measured to be faster
 another kind of CPU                    ours
-another kind of GPU                    torch's, until it is measured
+another kind of GPU                    torch's, until it is measured; and where ours has no kernel
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pyops.ops.attention.arguments import AttentionBias, AttentionDropout, AttentionMask
 from pyops.ops.attention.plain_table import FASTER
+from pyops.ops.library import has_kernel
 
 __all__ = ["is_torchs", "kind_of", "torch_attention"]
 
@@ -50,6 +51,11 @@ def _capability(device: torch.device) -> str:
 _kind_of_gpu: Callable[[torch.device], str] = torch.compiler.assume_constant_result(_capability)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _cuda_has_kernel() -> bool:
+    return has_kernel("attention_forward", "cuda")
+
+
 def is_torchs(
     q: Tensor,
     k: Tensor,
@@ -71,9 +77,12 @@ def is_torchs(
     )
     if not plain or q.device.type not in ("cpu", "cuda"):
         return False
+    cuda = q.device.type == "cuda"
+    if cuda and not _cuda_has_kernel():
+        return True
     table = FASTER.get(kind_of(q.device))
     if table is None:
-        return q.device.type == "cuda"
+        return cuda
     widths = [w for _, w, _ in table if w >= K]
     ranges = table.get((str(q.dtype), min(widths, default=0), mask.causal), ())
     return any(first <= T <= last for first, last in ranges)

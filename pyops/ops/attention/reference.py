@@ -1,7 +1,15 @@
-"""The meaning of the attention ops in plain torch, with explicit scores and explicit gradients."""
+"""The meaning of the attention ops in plain torch, with explicit scores and explicit gradients; and
+the same for a few queries at a time, for devices without a kernel.
+
+    scores of     k0 k1 k2 k3
+    q0 q1          .  .  .  .    --> y, lse and dq of q0 q1       memory is that of one such part,
+    q2 q3          .  .  .  .    --> y, lse and dq of q2 q3       and grows with the number of keys
+                   `--`--`--`----> dk, dv, dbias: added up in wide numbers, rounded once
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +18,16 @@ from torch import Tensor
 from pyops.ops.attention.operands import Operands, Options, wide_dtype
 from pyops.ops.random import philox_words
 
-__all__ = ["attention_backward_reference", "attention_forward_reference", "kept_weights", "visible"]
+__all__ = [
+    "attention_backward_by_rows",
+    "attention_backward_reference",
+    "attention_forward_by_rows",
+    "attention_forward_reference",
+    "kept_weights",
+    "visible",
+]
+
+PART = 1 << 24  # scores that are made at a time, where a block of queries has not more
 
 
 def attention_forward_reference(
@@ -103,6 +120,87 @@ def attention_backward_reference(
         for x, like in zip((dq.transpose(1, 2), dk, dv), (q, k, v), strict=True)
     )
     return dq, dk, dv, dbias, dtable
+
+
+def attention_forward_by_rows(
+    q: Tensor, k: Tensor, v: Tensor, *operands: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """As `attention_forward_reference`, which has the same arguments, in parts of the queries."""
+    parts = list(_parts(q, k, Operands(*operands), Options(**options).block))
+    found = [attention_forward_reference(q[:, part], k, v, *own, **options) for part, own in parts]
+    if len(found) == 1:
+        return found[0]
+    ys, lses = zip(*found, strict=True)
+    return torch.cat(ys, dim=1), torch.cat(lses, dim=2)
+
+
+def attention_backward_by_rows(
+    dy: Tensor,
+    dlse: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *operands: Tensor | None,
+    bias_grad: bool,
+    table_grad: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `attention_backward_reference`, which has the same arguments, in parts of the queries."""
+    wide, tensors = wide_dtype(q.dtype), Operands(*operands)
+    wide_k, wide_v = k.to(wide), v.to(wide)
+    bias_dtype = wide if tensors.bias is None else tensors.bias.dtype
+    shared = tensors.bias is not None and tensors.bias.shape[2] == 1
+    each: list[tuple[Tensor, Tensor]] = []  # dq, and dbias where queries have each their own
+    total: list[Tensor] = []
+    for part, own in _parts(q, k, tensors, Options(**options).block):
+        dq, dk, dv, dbias, dtable = attention_backward_reference(
+            dy[:, part].to(wide),
+            None if dlse is None else dlse[:, :, part],
+            y[:, part].to(wide),
+            lse[:, :, part],
+            q[:, part].to(wide),
+            wide_k,
+            wide_v,
+            *own._replace(bias=None if own.bias is None else own.bias.to(wide)),
+            bias_grad=bias_grad,
+            table_grad=table_grad,
+            **options,
+        )
+        each.append((dq.to(q.dtype), dbias.to(wide if shared else bias_dtype)))
+        summed = [dk, dv, dtable, *([dbias] if shared else [])]
+        total = [a.add_(b) for a, b in zip(total, summed, strict=True)] if total else summed
+    dk, dv, dtable, *rest = total
+    dbias = dy.new_empty(0)
+    if bias_grad and tensors.bias is not None:
+        whole = rest[0] if shared else torch.cat([found for _, found in each], dim=2)
+        dbias = whole.to(bias_dtype)
+    dq = torch.cat([found for found, _ in each], dim=1)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dbias, dtable
+
+
+def _parts(q: Tensor, k: Tensor, tensors: Operands, block: int) -> Iterator[tuple[slice, Operands]]:
+    """Queries whose scores are made together, whole blocks of a layout; and what concerns them."""
+    B, T, H, _ = q.shape
+    unit = block or 1
+    size = max(PART // max(B * H * k.shape[1], 1) // unit, 1) * unit
+    places, _ = places_of(q, k, tensors)
+    for first in range(0, max(T, 1), size):
+        part, blocks = slice(first, first + size), slice(first // unit, (first + size) // unit)
+        bias, documents, counts, indices = (
+            tensors.bias, tensors.query_documents, tensors.row_counts, tensors.row_indices,
+        )  # fmt: skip
+        yield (
+            part,
+            tensors._replace(
+                bias=bias if bias is None or bias.shape[2] == 1 else bias[:, :, part],
+                query_documents=None if documents is None else documents[:, part],
+                query_places=places[part],
+                row_counts=None if counts is None else counts[:, blocks],
+                row_indices=None if indices is None else indices[:, blocks],
+            ),
+        )
 
 
 def visible(q: Tensor, k: Tensor, tensors: Operands, numbers: Options) -> Tensor:

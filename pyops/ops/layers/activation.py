@@ -34,6 +34,8 @@ from pyops.ops.library import define, no_second_derivative
 
 __all__ = [
     "ACTIVATIONS",
+    "FLOATS",
+    "activate",
     "bias_activation",
     "bias_activation_backward_reference",
     "bias_activation_reference",
@@ -128,7 +130,8 @@ def _computed_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _act(z: Tensor, activation: str) -> Tensor:
+def activate(z: Tensor, activation: str) -> Tensor:
+    """act(z) in plain torch, in z's dtype."""
     if activation == "gelu":
         return functional.gelu(z)
     if activation == "gelu_tanh":
@@ -172,7 +175,7 @@ def _gradients(dz: Tensor, x: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
 def bias_activation_reference(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """The meaning of `bias_activation` in plain torch, without its derivative."""
     check_layer("bias_activation", x, bias, activation)
-    return _act(_biased(x.detach(), bias), activation).to(x.dtype)
+    return activate(_biased(x.detach(), bias), activation).to(x.dtype)
 
 
 def bias_activation_backward_reference(
@@ -189,7 +192,7 @@ def bias_gated_reference(x: Tensor, bias: Tensor | None, *, activation: str) -> 
     """The meaning of `bias_gated` in plain torch, without its derivative."""
     check_layer("bias_gated", x, bias, activation)
     gate, up = _biased(x.detach(), bias).chunk(2, dim=-1)
-    return (_act(gate, activation) * up).to(x.dtype)
+    return (activate(gate, activation) * up).to(x.dtype)
 
 
 def bias_gated_backward_reference(
@@ -201,7 +204,7 @@ def bias_gated_backward_reference(
     gate, up = _biased(x, bias).chunk(2, dim=-1)
     dy = dy.to(gate.dtype)
     return _gradients(
-        torch.cat([dy * up * _slope(gate, activation), dy * _act(gate, activation)], dim=-1),
+        torch.cat([dy * up * _slope(gate, activation), dy * activate(gate, activation)], dim=-1),
         x,
         bias_grad,
     )

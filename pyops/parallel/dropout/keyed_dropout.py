@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.mesh import ALONE
+from pyops.models.context import TokenContext
 from pyops.parallel.dropout.keyed_stream import (
     ColumnsOpen,
     KeyedDropout,
@@ -45,7 +46,9 @@ from pyops.tensor_parallel.convert.region_hooks import SplitTokens, Tokens
 __all__ = ["KeyedDropout", "key_dropout", "set_keyed_dropout"]
 
 
-def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
+def key_dropout(
+    model: nn.Module, *, group: RanksLike = ALONE, context: TokenContext | None = None
+) -> int:
     """Make the dropout of `model` a function of (seed, name of the module, step) and of the
     elements' places in the global batch, in place. Parameters, state_dict and names stay as they
     are; before each forward in train mode `set_keyed_dropout` must be called.
@@ -53,6 +56,7 @@ def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
     Args:
         model: After pyops.tensor_parallel.parallelize, where its layers are to be cut.
         group: Over which they are cut, see `RanksLike`; by default they are whole.
+        context: How ranks share out the tokens of rows; None: every rank has all.
 
     Returns:
         The number of modules that draw by counters now.
@@ -86,13 +90,19 @@ def key_dropout(model: nn.Module, *, group: RanksLike = ALONE) -> int:
                 if name.endswith(".lora_dropout"):
                     rows, seen = _of_adapter(name, cut)
                 kind = KeyedDropPath if drops_rows else KeyedDropout
-                new = kind(p, rows=rows, columns_open=seen, tokens=_tokens_of(name, shared_out))
+                new = kind(
+                    p,
+                    rows=rows,
+                    columns_open=seen,
+                    tokens=_tokens_of(name, shared_out),
+                    context=context,
+                )
                 keyed[id(child)] = new.train(child.training)
             module._modules[child_name] = keyed[id(child)]
         if _calls_functions(module) and _may_drop(module):
             own_heads = isinstance(module, MultiheadAttention)
             seen = _always_open() if own_heads else columns_open
-            stream = KeyedStream(_nearest(name, cut), seen, _tokens_of(name, shared_out))
+            stream = KeyedStream(_nearest(name, cut), seen, _tokens_of(name, shared_out), context)
             module.keyed_dropout = stream.train(module.training)
             module.forward = KeyedForward(module, stream)
             streams.append(stream)

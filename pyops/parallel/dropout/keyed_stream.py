@@ -6,6 +6,8 @@ global batch, whatever part of it a rank has.
 
     tokens of all rows  0 ... n-1 | n ... 2n-1     under sequence parallelism, a rank has n of them
 
+    tokens of a row     0 1 6 7 | 2 3 4 5          under context parallelism, a rank has some
+
     counter of an element = its index in the tensor [all rows, all heads, ...]
 
 The masks are those of `pyops.random.dropout_mask` under the same key.
@@ -14,6 +16,8 @@ The masks are those of `pyops.random.dropout_mask` under the same key.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +26,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
+from pyops.models.context import TokenContext
 from pyops.ops.attention import AttentionDropout
 from pyops.ops.layers.dropout import dropout, dropout_state
 from pyops.parallel.dropout.keyed_attention import AttentionCall, keyed_attention
 from pyops.tensor_parallel.convert.region_hooks import Tokens
-from pyops.torch_private import with_functions
+from pyops.torch_private import disable_dynamo, with_functions
 
 __all__ = [
     "ColumnsOpen",
@@ -80,6 +85,7 @@ class KeyedStream(nn.Module):
         columns_open: Of the model; needed with `rows`.
         tokens: Of the blocks that the module is in, under sequence parallelism, whose tensors of
             two dims are rows of them: [a rank's rows, D], or [all rows and padding, columns].
+        context: How ranks share out the tokens of rows; None: every rank has all.
 
     Attributes:
         state: None before it is set. Each call puts another in its place, with the next key: a
@@ -94,9 +100,11 @@ class KeyedStream(nn.Module):
         rows: Placement | None = None,
         columns_open: ColumnsOpen | None = None,
         tokens: Tokens | None = None,
+        context: TokenContext | None = None,
     ) -> None:
         super().__init__()
         self.rows, self.columns_open, self.tokens = rows, columns_open, tokens
+        self.context = context
         # No buffer: those are broadcast by some wrappers, and other ranks have other rows.
         self.state = None
 
@@ -129,20 +137,129 @@ class KeyedStream(nn.Module):
         if self.state is not None:
             self.state = StreamState(self.state.place, num_rows)
 
-    def drop(self, x: Tensor, p: float) -> Tensor:
+    def drop(self, x: Tensor, p: float, *, of_rows: bool = False) -> Tensor:
         """keep / (1 - p) * x.
 
         Args:
-            x: [rows, ...], or this rank's heads [rows, heads, ...] or columns [..., columns].
+            x: [rows, ...], or this rank's heads [rows, heads, ...] or columns [..., columns]. Under
+                context parallelism [rows, own tokens, ...], [rows * own tokens, ...], or what
+                belongs to whole rows.
             p: Probability with which an element is dropped.
+            of_rows: Whether x belongs to whole rows, whatever its shape.
+
+        Raises:
+            RuntimeError: No state was set.
+            ValueError: Under context parallelism, for a tensor in which the own tokens are not the
+                second dimension.
+        """
+        if x.is_meta:  # a placeholder asks for the shape alone
+            return x
+        if self.context is not None and self.state is not None and not of_rows:
+            lead = self._tokens_in(tuple(x.shape))
+            if lead is not None:
+                return self._drop_tokens(x, p, *lead)
+        state, row, stride = self._counters(tuple(x.shape), x.device)
+        return dropout(x, p=p, state=state, row=row, row_stride=stride)
+
+    def _tokens_in(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """(how many leading dims are those of tokens, the number of the first token among the own
+        ones of all rows); None where a tensor has none."""
+        assert self.state is not None
+        assert self.context is not None
+        rows, own = self.state.num_rows, self.context.own
+        if rows is None or own is None:
+            return None
+        if self.tokens is not None and len(shape) == 2:
+            return 1, self.tokens.first_of(shape[0])
+        if len(shape) >= 3 and shape[0] in (rows, 1) and shape[1] == own:
+            return 2, 0
+        if shape[0] == rows * own and own > 1:
+            return 1, 0
+        if own > 1 and own in shape[1:]:
+            raise ValueError(
+                f"dropout of a tensor {list(shape)}, in which the {own} tokens of each row that "
+                "this rank has are not the second dimension: under context parallelism it drops "
+                "from [rows, tokens, ...] alone"
+            )
+        return None
+
+    @disable_dynamo
+    def _drop_tokens(self, x: Tensor, p: float, lead: int, first: int) -> Tensor:
+        """`drop` of own tokens, which have the counters of their places in whole rows.
+
+        Args:
+            x: As of `drop`.
+            p: As of `drop`.
+            lead: How many leading dims are those of tokens.
+            first: The number of the first token among the own ones of all rows.
+        """
+        assert self.state is not None
+        assert self.context is not None
+        assert self.context.own is not None
+        place, rows = self.state
+        key, first_row = place.to(x.device)
+        shape, count = tuple(x.shape), math.prod(x.shape[:lead])
+        part = self._part(shape)
+        if part is None or part.dim != len(shape) - 1 or part.dim < lead:
+            width, start, inner = (
+                max(math.prod(shape[lead:]), 1),
+                0,
+                max(math.prod(shape[lead:]), 1),
+            )
+        else:  # columns of the whole
+            width, start, inner = part.whole, part.start, shape[-1]
+        each = max(math.prod(shape[lead:]), 1) // inner  # of these in a token
+        length = self.context.counted(self.context.own)
+        before = 0 * first_row  # elements of the rows before this rank's; one for all has none
+        if lead == 1 or shape[0] == rows:
+            before = first_row * (length * each * width)
+        flat = x.reshape(count * each, inner)
+        parts = [
+            dropout(
+                flat[at * each : (at + number) * each],
+                p=p,
+                state=torch.stack((key, before + token * each * width + start)),
+                row=inner,
+                row_stride=step * width,
+            )
+            for at, number, token, step in self._stretches(first, count, single=each > 1)
+        ]
+        self.state = self.state._replace(place=torch.stack((key + 1, first_row)))
+        return torch.cat(parts).view(shape)
+
+    def _stretches(
+        self, first: int, count: int, *, single: bool
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """As `TokenContext.runs`, of the own tokens; `single`: of one token each, where one is
+        several rows of columns."""
+        assert self.context is not None
+        assert self.context.own is not None
+        own = self.context.own
+        runs = self.context.runs(
+            own * self.context.ranks.size, first, count, self.context.counted(own)
+        )
+        for at, number, token, step in runs:
+            if not single or step == 1:
+                yield at, number, token, step
+            else:
+                for i in range(number):
+                    yield at + i, 1, token + i * step, 1
+
+    def of_own_weights(self, q: Tensor, p: float) -> AttentionDropout:
+        """The dropout of the attention weights of own tokens: for attention over ranks.
+
+        Args:
+            q: [rows, own tokens, heads, K].
+            p: Probability with which a weight is dropped.
 
         Raises:
             RuntimeError: No state was set.
         """
-        if x.is_meta:  # a placeholder asks for the shape alone
-            return x
-        state, row, stride = self._counters(tuple(x.shape), x.device)
-        return dropout(x, p=p, state=state, row=row, row_stride=stride)
+        assert self.context is not None
+        T = self.context.counted(q.shape[1])
+        found = self.of_weights((q.shape[0], q.shape[2], T, T), p, q.device)
+        padding = q.shape[1] * self.context.ranks.size - T
+        return replace(found, num_queries=T, num_keys=T, padding=padding)
 
     def of_weights(
         self, shape: tuple[int, ...], p: float, device: torch.device
@@ -184,7 +301,7 @@ class KeyedStream(nn.Module):
             start_of_rows = 0
         key, first_row = self.state.place.to(device)
         first = first_row * row_of_batch + start_of_rows + start * math.prod(shape[dim + 1 :])
-        self.state = StreamState(torch.stack((key + 1, first_row)), self.state.num_rows)
+        self.state = self.state._replace(place=torch.stack((key + 1, first_row)))
         return torch.stack((key, first)), max(row, 1), max(stride, 1)
 
     def _part(self, shape: tuple[int, ...]) -> RankPart | None:
@@ -223,7 +340,7 @@ class KeyedDropout(KeyedStream):
 
     Args:
         p: Probability with which an element is dropped.
-        rows, columns_open, tokens: See `KeyedStream`.
+        rows, columns_open, tokens, context: See `KeyedStream`.
     """
 
     def __init__(
@@ -233,8 +350,9 @@ class KeyedDropout(KeyedStream):
         rows: Placement | None = None,
         columns_open: ColumnsOpen | None = None,
         tokens: Tokens | None = None,
+        context: TokenContext | None = None,
     ) -> None:
-        super().__init__(rows, columns_open, tokens)
+        super().__init__(rows, columns_open, tokens, context)
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
@@ -255,7 +373,7 @@ class KeyedDropPath(KeyedDropout):
 
     Args:
         p: Probability with which a row is dropped.
-        rows, columns_open, tokens: See `KeyedStream`.
+        rows, columns_open, tokens, context: See `KeyedStream`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,9 +386,10 @@ class KeyedDropPath(KeyedDropout):
         if not self.training or not self.p > 0.0:
             return x
         if self.tokens is None or x.dim() > 2:
-            return x * self.drop(x.new_ones(x.shape[0], *[1] * (x.dim() - 1)), self.p)
+            ones = x.new_ones(x.shape[0], *[1] * (x.dim() - 1))
+            return x * self.drop(ones, self.p, of_rows=True)
         rows, length = self.tokens.shape[0], math.prod(self.tokens.shape[1:])
-        kept = self.drop(x.new_ones(rows, 1, 1), self.p).view(rows)
+        kept = self.drop(x.new_ones(rows, 1, 1), self.p, of_rows=True).view(rows)
         token = self.tokens.first_of(len(x)) + torch.arange(len(x), device=x.device)
         return x * kept[(token // length).clamp(max=rows - 1)][:, None]
 

@@ -42,7 +42,12 @@ class MultiheadAttention(nn.Module):
     Args:
         in_proj_weight: [3, heads / ranks * K, D]; the whole one is [3, D, D]. Its query, key and
             value must come through `Enter`, which sums their gradients over the ranks.
+
+    Attributes:
+        calls_torch: Whether torch's function computes attention, also where nothing is dropped.
     """
+
+    calls_torch = False
 
     def __init__(
         self,
@@ -119,10 +124,14 @@ class MultiheadAttention(nn.Module):
                 (query, key, value), self.in_proj_weight, self._biases(), strict=True
             )
         )
-        mask = self._mask(key_padding_mask, attn_mask, q.dtype)
+        # As torch's own, where no weights are wanted: the mask is that of the hint.
+        causal = self.calls_torch and is_causal and key_padding_mask is None
+        mask = None if causal else self._mask(key_padding_mask, attn_mask, q.dtype)
         p = self.dropout if self.training else 0.0
-        if p:  # torch's function, which `pyops.parallel` lets draw by counters
-            y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        if p or self.calls_torch:  # which `pyops.parallel` lets draw by counters, or go over ranks
+            y = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=p, is_causal=causal
+            )
             y = y.transpose(1, 2).flatten(2)
         else:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))

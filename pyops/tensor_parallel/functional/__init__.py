@@ -5,8 +5,7 @@
 | ranks.py | the group, and the few collectives that layers call |
 | regions.py | autograd's copy, reduce, scatter, gather between whole and sharded tensors |
 | products.py, symmetric.py | matrix products with their collective, overlapped or fused |
-| vocabulary_part.py | a rank's columns of the vocabulary, and statistics of whole rows |
-| cross_entropy.py, linear_cross_entropy.py | the loss of logits sharded by vocabulary |
+| losses | losses of logits sharded by vocabulary |
 | scores.py | attention between its projections: rotary positions, bias, softmax |
 | dropout.py, initialize.py | random numbers by position in the whole tensor |
 | gradients.py | gradients summed over ranks, their norm, clipping |

@@ -82,7 +82,14 @@ def column_products(
     return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductPlan) -> Tensor:
+def row_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: ProductPlan,
+    *,
+    more: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The ranks' sum of x W^T, and then + b.
 
     The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the
@@ -90,11 +97,16 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductPla
 
     Args:
         x: [..., in / ranks], weight [out, in / ranks].
+        more: h [..., r] and B [out, r], of which h B^T is added to this rank's x W^T.
     """
-    x, weight, bias = _cast(x, weight, bias)
+    h, b = more or (None, None)
+    x, weight, bias, h, b = _cast(x, weight, bias, h, b)
     if plan.ranks.size == 1 and not is_marked(weight):
-        return functional.linear(x, weight, bias)
-    return _Row.apply(plan, x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+        y = functional.linear(x, weight, bias)
+        if h is None or b is None:
+            return y
+        return torch.addmm(y.flatten(0, -2), h.flatten(0, -2), b.t()).view(y.shape)
+    return _Row.apply(plan, x, weight, bias, h, b)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _cast(x: Tensor, *parameters: Tensor | None) -> Any:
@@ -221,14 +233,21 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: ProductPlan, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        plan: ProductPlan,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        h: Tensor | None = None,
+        b: Tensor | None = None,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
         ctx.plan, ctx.shape, ctx.marked = plan, x.shape, _marked((weight, bias))
-        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, h, b)
         rows, ranks = _rows(x), plan.ranks
         fused = (
             plan.sequence_parallel
+            and h is None
             and plan.sums_as_is(rows)
             and symmetric.fuses(rows, ranks, rows=len(rows))
         )
@@ -237,14 +256,16 @@ class _Row(torch.autograd.Function):
             matrix = _to(weight, dtype).t()
             if fused:
                 y = symmetric.scattered_product(rows, matrix, ranks)
-            elif plan.sequence_parallel:
-                part = _part_of_sum(rows, matrix, plan)
-                y = ranks.reduce_scatter(
-                    pad_rows(part, ranks.rows_per_rank(len(part)) * ranks.size)
-                ).wait()
             else:
-                y = ranks.sum_(_part_of_sum(rows, matrix, plan)).wait()
-                shape = (*x.shape[:-1], weight.shape[0])
+                part = _part_of_sum(rows, matrix, plan)
+                if h is not None and b is not None:
+                    part += _part_of_sum(_rows(h), _to(b, dtype).t(), plan)
+                if plan.sequence_parallel:
+                    padded = pad_rows(part, ranks.rows_per_rank(len(part)) * ranks.size)
+                    y = ranks.reduce_scatter(padded).wait()
+                else:
+                    y = ranks.sum_(part).wait()
+                    shape = (*x.shape[:-1], weight.shape[0])
         if bias is not None:
             y += _to(bias, dtype)
         # Not a view to autograd, so that it may be added to in place, as Falcon's blocks do.
@@ -253,9 +274,9 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight, h, b = ctx.saved_tensors
         plan, (own, own_bias) = ctx.plan, ctx.marked
-        _, need_x, need_w, need_b = ctx.needs_input_grad
+        _, need_x, need_w, need_b, *_ = ctx.needs_input_grad
         rows, dx = _rows(dy), None
         if plan.sequence_parallel:
             tokens = ctx.shape[:-1].numel()
@@ -271,4 +292,7 @@ class _Row(torch.autograd.Function):
         if need_x and dx is None:
             dx = (rows @ weight.to(rows.dtype)).view(ctx.shape)
         dw = weight_gradient(weight if own is None else own, rows, _rows(x)) if need_w else None
-        return None, dx, dw, db
+        if h is None:
+            return None, dx, dw, db, None, None
+        dh = (rows @ b.to(rows.dtype)).view(h.shape) if ctx.needs_input_grad[4] else None
+        return None, dx, dw, db, dh, rows.t() @ _rows(h) if ctx.needs_input_grad[5] else None

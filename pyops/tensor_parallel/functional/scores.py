@@ -1,9 +1,6 @@
 """The part of attention between its projections: rotary positions, scores, softmax, values.
 
-    q, k, v, seen, bias, dropout --> pyops.ops.attention, which makes no tensor of queries x keys
-
-CUDA without its kernel has torch's attention where there is nothing but q, k and v, and else
-`attend_by_scores`.
+q, k, v, seen, bias, dropout --> pyops.ops.attention, which makes no tensor of queries x keys
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pyops.ops.attention import (
     AttentionBias,
@@ -22,9 +18,6 @@ from pyops.ops.attention import (
     BlockLayout,
     attention,
 )
-from pyops.ops.attention.distance import relative_buckets
-from pyops.ops.layers.dropout import dropout as drop_elements
-from pyops.ops.library import has_kernel
 
 __all__ = [
     "Core",
@@ -32,7 +25,6 @@ __all__ = [
     "ScoreDropout",
     "Seen",
     "attend",
-    "attend_by_scores",
     "rotary_tables",
 ]
 
@@ -49,6 +41,9 @@ class Seen(NamedTuple):
     """int32 [B, T]: a token sees its own document alone; -1 is padding."""
     layout: BlockLayout | None = None
     """Of a sparse pattern."""
+    places: tuple[Tensor, Tensor] | None = None
+    """int64 [T] and [S], places of queries and keys in the row, by which causality and distances
+    go; None: 0, 1, 2, ... for both."""
 
 
 class DistanceBias(NamedTuple):
@@ -107,10 +102,6 @@ def attend(
         ValueError: the mask is of another dtype, or has another number of dimensions.
     """
     _check_mask(seen.mask)
-    if q.device.type == "cuda" and not _cuda_has_kernel():
-        if bias is None and dropout is None and all(field is None for field in seen[1:]):
-            return _by_torch(q, k, v, scale=scale, causal=seen.causal)
-        return attend_by_scores(q, k, v, scale=scale, seen=seen, bias=bias, dropout=dropout)
     keys, scores = seen.mask, bias if isinstance(bias, Tensor) else None
     distance = bias if isinstance(bias, DistanceBias) else DistanceBias()
     if scores is not None and scores.dtype not in (q.dtype, torch.float32):
@@ -125,82 +116,17 @@ def attend(
         v,
         scale=scale,
         mask=AttentionMask(
-            causal=seen.causal, keys=keys, documents=seen.documents, layout=seen.layout
+            causal=seen.causal,
+            keys=keys,
+            documents=seen.documents,
+            places=seen.places,
+            layout=seen.layout,
         ),
         bias=AttentionBias(scores, *distance),
         dropout=None
         if dropout is None
         else AttentionDropout(dropout.p, dropout.state, row_stride=dropout.row_stride),
     ).flatten(2)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _cuda_has_kernel() -> bool:
-    return has_kernel("attention_forward", "cuda")
-
-
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = functional.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] > k.shape[1]
-    )
-    return y.transpose(1, 2).flatten(2)
-
-
-def attend_by_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    seen: Seen = EVERYTHING,
-    bias: Tensor | DistanceBias | None = None,
-    dropout: ScoreDropout | None = None,
-) -> Tensor:
-    """As `attend`, with a tensor [B, H, T, S]: for devices without a kernel of attention, and the
-    reference of tests.
-
-    Args:
-        q: [B, T, H, K].
-        k: [B, S, G, K].
-        v: [B, S, G, K].
-        scale: factor of the scores.
-        seen: which keys a query sees.
-        bias: added to the scores.
-        dropout: of the attention weights.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    visible, added = _visible(q, k, seen), _bias(q, k, bias)
-    groups = q.shape[1] // k.shape[1]
-    if dropout is None:
-        if added is None:
-            added = visible
-        elif visible is not None:
-            added = added.masked_fill(~visible, -math.inf)
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=added, scale=scale, enable_gqa=groups > 1
-        )
-        return y.transpose(1, 2).flatten(2)
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * scale
-    if added is not None:
-        scores = scores + added
-    if visible is not None:
-        # The smallest number in place of -inf: a query that sees nothing gives zeros, no NaN.
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    # The softmax is computed in fp32 at least, and kept for backward in 16 bits.
-    weights = scores.softmax(dim=-1).to(q.dtype)
-    if visible is not None:
-        weights = weights.masked_fill(~visible, 0.0)
-    weights = drop_elements(
-        weights,
-        p=dropout.p,
-        state=dropout.state,
-        row=weights[0].numel(),
-        row_stride=dropout.row_stride,
-    )
-    return (weights @ v).transpose(1, 2).flatten(2)
 
 
 class Core(nn.Module):
@@ -232,50 +158,6 @@ def _check_mask(mask: Tensor | None) -> None:
             "mask must be bool, [B, S] or [B, T, S], True where a key may be seen; "
             f"got {mask.dtype} {mask.shape}"
         )
-
-
-def _distance(q: Tensor, k: Tensor) -> Tensor:
-    """int64 [T, S], the key's place less the query's."""
-    places = torch.arange(k.shape[2], device=q.device)
-    return places - torch.arange(q.shape[2], device=q.device)[:, None]
-
-
-def _visible(q: Tensor, k: Tensor, seen: Seen) -> Tensor | None:
-    """bool, which keys a query sees; None: all."""
-    parts = []
-    if seen.mask is not None:
-        parts.append(seen.mask[:, None, None] if seen.mask.dim() == 2 else seen.mask[:, None])
-    if seen.causal:
-        parts.append(_distance(q, k) <= 0)
-    if (ids := seen.documents) is not None:
-        parts.append(((ids[:, :, None] == ids[:, None]) & (ids[:, None] >= 0))[:, None])
-    if seen.layout is not None:
-        parts.append(seen.layout.tokens())
-    visible: Tensor | None = None
-    for part in parts:
-        visible = part if visible is None else visible & part
-    return visible
-
-
-def _bias(q: Tensor, k: Tensor, bias: Tensor | DistanceBias | None) -> Tensor | None:
-    """[1 or B, H, T, S] or [H, T, S] in the dtype of q."""
-    if not isinstance(bias, DistanceBias):
-        return None if bias is None else bias.to(q.dtype)
-    found: Tensor | None = None
-    distance, most = _distance(q, k), bias.max_distance
-    if bias.table is not None:
-        buckets = relative_buckets(
-            bias.table.shape[0],
-            max_distance=most,
-            bidirectional=bias.bidirectional,
-            device=q.device,
-        )
-        place = buckets[distance.clamp(-most, most) + most]
-        found = functional.embedding(place, bias.table).permute(2, 0, 1)
-    if bias.slopes is not None:
-        fall = -bias.slopes[:, None, None] * distance.abs()
-        found = fall if found is None else found + fall
-    return None if found is None else found.to(q.dtype)
 
 
 def rotary_tables(

@@ -32,12 +32,16 @@ from pyops.ops.attention import BlockLayout
 from pyops.ops.layers.dropout import dropout_state
 from pyops.ops.layers.rotary import rotary as turn
 from pyops.tensor_parallel.functional.keywords import check_probability, refuse_keywords
-from pyops.tensor_parallel.functional.products import column_products
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.scores import Core, DistanceBias, ScoreDropout, Seen
 from pyops.tensor_parallel.layers.kv_cache import KVCache
 from pyops.tensor_parallel.layers.layer_config import AttentionConfig, ColumnConfig, RowConfig
-from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_outputs,
+)
+from pyops.tensor_parallel.layers.row_cache import MemoryRows, RowCache
 
 __all__ = ["ParallelAttention", "check_heads"]
 
@@ -196,7 +200,7 @@ class ParallelAttention(nn.Module):
         mask: Tensor | None = None,
         bias: Tensor | DistanceBias | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
-        past: KVCache | None = None,
+        past: KVCache | RowCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attention of x to itself, or to memory.
 
@@ -212,7 +216,7 @@ class ParallelAttention(nn.Module):
             rotary: (cos, sin), fp32 [T, R / 2] or [B, T, R / 2]: the first R of the K elements of a
                 head are turned by the token's place.
             past: of self-attention: x follows the tokens in there, is added to them, and sees them
-                all; mask and bias are of all.
+                all; mask and bias are of all. Of cross-attention: `MemoryRows`, in place of memory.
 
         Returns:
             y as x; with config.skip_bias (y without the output's bias, that bias or None).
@@ -231,28 +235,47 @@ class ParallelAttention(nn.Module):
                 "documents are of self-attention over whole rows; leave them out with "
                 f"{'cross=True' if self.cross else 'past='}"
             )
-        q, k, v = self._project(x, (B, T), memory, memory_shape)
-        if rotary is not None:
-            q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
-        causal, layout = self.causal, self._layout(self.core.lengths(T, T)[0], q, past)
-        if past is not None:
-            causal = causal and len(past) == 0  # a single token that follows sees all
-            k, v = past.extend(k, v)
+        seen = Seen(self.causal, mask, documents)
+        if isinstance(past, MemoryRows):
+            q = self._tokens(self.q(x), (B, T)).unflatten(-1, (-1, self.head_dim))
+            k, v, seen = past.remembered(seen)
+        else:
+            q, k, v = self._project(x, (B, T), memory, memory_shape)
+            if rotary is not None:
+                q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
+            seen = seen._replace(layout=self._layout(self.core.lengths(T, T)[0], q, past))
+            if past is not None:
+                by_distance = isinstance(bias, DistanceBias)
+                k, v, seen = past.attended(k, v, seen, by_distance=by_distance)
+        dtype = q.dtype
         y = self.core(
-            q,
+            q if past is None else q.to(k.dtype),
             k,
             v,
             scale=self.scale,
-            seen=Seen(causal, mask, documents, layout),
+            seen=seen,
             bias=bias,
             dropout=self._dropout(*self.core.lengths(T, k.shape[1])),
         )
+        if past is not None:
+            y = y.to(dtype)
         if self.plan.sequence_parallel:
             y = y.flatten(0, 1)
         result: Tensor | tuple[Tensor, Tensor | None] = self.output(y)
         return result
 
-    def _layout(self, T: int, q: Tensor, past: KVCache | None) -> BlockLayout | None:
+    def memory_keys(self, memory: Tensor, shape: Shape | None = None) -> tuple[Tensor, Tensor]:
+        """Of cross-attention: keys and values [B, S, own groups, K] of a memory, for `MemoryRows`.
+
+        Args:
+            memory: As of forward.
+            shape: (B, S), needed under sequence parallelism.
+        """
+        kv = self._tokens(self.kv(memory), self._shape(memory, shape, "memory_shape"))
+        k, v = kv.unflatten(-1, (-1, 2, self.head_dim)).unbind(3)
+        return k, v
+
+    def _layout(self, T: int, q: Tensor, past: KVCache | RowCache | None) -> BlockLayout | None:
         if self.layouts is None:
             return None
         layout: BlockLayout
@@ -287,9 +310,7 @@ class ParallelAttention(nn.Module):
                 q, k, v = self._tokens(self.qkv(x), shape).unflatten(-1, (-1, 3, K)).unbind(3)
                 return q, k, v
             # One gather of x, and one sum of its gradient, for both.
-            q, kv = column_products(
-                x, [self.q.weight, self.kv.weight], [self.q.bias, self.kv.bias], self.plan
-            )
+            q, kv = column_outputs(x, [self.q, self.kv])
             memory_shape = shape
         else:
             if memory is None:

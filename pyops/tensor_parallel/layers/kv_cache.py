@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyops.tensor_parallel.functional.scores import Seen
+
 __all__ = ["KVCache"]
 
 
@@ -23,6 +25,24 @@ class KVCache:
     def __len__(self) -> int:
         """Tokens so far."""
         return 0 if self._kept is None else self._kept[0].shape[1]
+
+    def attended(
+        self, k: Tensor, v: Tensor, seen: Seen, *, by_distance: bool
+    ) -> tuple[Tensor, Tensor, Seen]:
+        """As `extend`, with what the new tokens see.
+
+        Args:
+            k, v: Of the new tokens.
+            seen: Of the layer.
+            by_distance: A bias goes by the distance of query and key.
+        """
+        places = None
+        if by_distance and len(self):
+            last = torch.arange(len(self), len(self) + k.shape[1], device=k.device)
+            places = (last, torch.arange(len(self) + k.shape[1], device=k.device))
+        # A single token that follows sees all.
+        seen = seen._replace(causal=seen.causal and len(self) == 0, places=places)
+        return *self.extend(k, v), seen
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, T, G, K] of the tokens that follow -> those of all.

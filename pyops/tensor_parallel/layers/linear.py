@@ -11,20 +11,24 @@ this rank's size only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.tensor_parallel.functional.dropout import Dropout
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
 from pyops.tensor_parallel.functional.products import ProductPlan, column_products, row_product
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.regions import gather, scatter
 from pyops.tensor_parallel.layers.layer_config import ColumnConfig, LinearConfig, RowConfig
+from pyops.tensor_parallel.layers.low_rank import LowRank, PartDropout
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_outputs"]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -55,6 +59,7 @@ class ColumnParallelLinear(nn.Module):
     bias: nn.Parameter | None
     placements: dict[str, Placement]
     plan: ProductPlan
+    adapter: LowRank | None
 
     def __init__(
         self,
@@ -111,10 +116,29 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """y; with config.skip_bias (y without the bias, the bias or None)."""
         _check_width(x, self.in_features, self)
-        (y,) = column_products(x, [self.weight], [None if self.skip_bias else self.bias], self.plan)
+        (y,) = column_outputs(x, [self])
         if self.gather_output and self.plan.ranks.size > 1:
             y = gather(y, dim=-1, duplicated=True, group=self.plan.ranks)[..., : self.out_features]
         return (y, self.bias) if self.skip_bias else y
+
+    def low_rank_places(self, rank: int) -> dict[str, Placement]:
+        """What this rank holds of the factors A and B of an adapter of so many rows."""
+        weight, ranks = self.placements["weight"], self.plan.ranks
+        return {
+            "A": Placement.whole(
+                (rank, self.in_features), rank=ranks.rank, ranks=ranks.size, partial=True
+            ),
+            "B": replace(weight, global_shape=(*weight.global_shape[:-1], rank)),
+        }
+
+    def low_rank_dropout(self, p: float) -> Dropout:
+        """Dropout of x before A."""
+        return Dropout(
+            p,
+            width=self.in_features,
+            group=self.plan.ranks,
+            sequence_parallel=self.plan.sequence_parallel,
+        )
 
     def extra_repr(self) -> str:
         return _describe(self)
@@ -148,6 +172,7 @@ class RowParallelLinear(nn.Module):
     bias: nn.Parameter | None
     placements: dict[str, Placement]
     plan: ProductPlan
+    adapter: LowRank | None
 
     def __init__(
         self,
@@ -193,11 +218,59 @@ class RowParallelLinear(nn.Module):
             missing = place.length * self.plan.ranks.size - self.in_features
             x = scatter(nn.functional.pad(x, (0, missing)), dim=-1, group=self.plan.ranks)
         _check_width(x, place.length, self)
-        y = row_product(x, self.weight, None if self.skip_bias else self.bias, self.plan)
+        more, adapter = None, self.adapter
+        if adapter is not None and adapter.enabled:
+            more = (adapter.scale * adapter.down(x), adapter.factor("B", x))
+        bias = None if self.skip_bias else self.bias
+        y = row_product(x, self.weight, bias, self.plan, more=more)
         return (y, self.bias) if self.skip_bias else y
+
+    def low_rank_places(self, rank: int) -> dict[str, Placement]:
+        """What this rank holds of the factors A and B of an adapter of so many rows."""
+        weight, ranks = self.placements["weight"], self.plan.ranks
+        return {
+            "A": replace(weight, global_shape=(rank, self.in_features)),
+            "B": Placement.whole(
+                (self.out_features, rank), rank=ranks.rank, ranks=ranks.size, partial=True
+            ),
+        }
+
+    def low_rank_dropout(self, p: float) -> Dropout:
+        """Dropout of x before A."""
+        return PartDropout(p, width=self.in_features, start=self.placements["weight"].start)
 
     def extra_repr(self) -> str:
         return _describe(self)
+
+
+def column_outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
+    """What layers of the same ranks make of the same x, with their adapters: one gather of x and
+    one sum of its gradient for all.
+
+    Args:
+        x: As the layers take it.
+        layers: Cut by columns.
+    """
+    plan, count = layers[0].plan, len(layers)
+    adapters = [a if a is not None and a.enabled else None for a in (i.adapter for i in layers)]
+    beside = [a for a in adapters if a is not None and not a.drops]
+    biases = [None if layer.skip_bias else layer.bias for layer in layers]
+    found = column_products(
+        x,
+        [*(layer.weight for layer in layers), *(a.factor("A", x) for a in beside)],
+        [*biases, *[None] * len(beside)],
+        plan,
+    )
+    ys, hidden = list(found[:count]), iter(found[count:])
+    for i, adapter in enumerate(adapters):
+        if adapter is None:
+            continue
+        if adapter.drops:
+            (h,) = column_products(adapter.inputs(x), [adapter.factor("A", x)], [None], plan)
+        else:
+            h = next(hidden)
+        ys[i] = adapter.add(ys[i], h)
+    return ys
 
 
 def _plan(config: LinearConfig, group: RanksLike, sequence_parallel: bool) -> ProductPlan:
@@ -232,6 +305,7 @@ def _create(
         )
     if not bias:
         layer.register_parameter("bias", None)
+    layer.register_module("adapter", None)
 
 
 def _reset(

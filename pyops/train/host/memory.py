@@ -11,7 +11,6 @@ import os
 import torch
 
 from pyops.config import Config, ConfigError
-from pyops.config.task_config import KINDS
 from pyops.host_memory import total_memory
 from pyops.models.config_checks import estimated_elements, largest_field
 from pyops.precision import PRECISIONS
@@ -24,7 +23,7 @@ def check_memory(config: Config, *, ranks: int) -> None:
     ranks of such a host."""
     if config.model_folder.given:  # whose parameters are read part by part
         return
-    section = KINDS[config.task.kind]
+    section = config.task.section
     model = getattr(config, section)
     shared = ranks if config.zero.stage == 3 else config.parallel.tp * config.parallel.pp
     taken = (

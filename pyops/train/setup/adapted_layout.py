@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from pyops.config import Config, ConfigError
-from pyops.config.task_config import KINDS
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.mesh import alone
 from pyops.models import GPT, GPTConfig
@@ -110,7 +109,7 @@ def _of_no_pipeline(grid: Grid) -> dict[str, Any]:
 
 def limits_of(config: Config) -> Limits:
     """What the model and the other sections of `config` allow."""
-    model: Any = getattr(config, KINDS[config.task.kind])
+    model: Any = getattr(config, config.task.section)
     parallel, text = config.parallel, isinstance(model, GPTConfig)
     whole = config.optimizer.communicates or config.communication.codec != "none"
     layers_whole = (

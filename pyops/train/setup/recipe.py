@@ -74,7 +74,9 @@ def _depth(name: str, num_blocks: int) -> int:
     the head."""
     layer, *rest = name.split(".")
     return (
-        {"embedding": 0, "head": num_blocks + 1}[layer] if layer != "blocks" else 1 + int(rest[0])
+        {"embedding": 0, "stem": 0, "head": num_blocks + 1}[layer]
+        if layer != "blocks"
+        else 1 + int(rest[0])
     )
 
 

@@ -20,8 +20,8 @@ from pyops.config import Config
 from pyops.config.run_plan import loss_scale_of
 from pyops.data_parallel import DataParallel
 from pyops.models import GPT
-from pyops.parallel.batches import microbatches
 from pyops.parallel.losses import CountedLoss
+from pyops.parallel.rows.batches import microbatches
 from pyops.precision import PRECISIONS, LossScale
 from pyops.train.setup.recipe import make_data_parallel, make_optimizer
 from pyops.train.setup.state import load_optimizer_state, optimizer_state, read

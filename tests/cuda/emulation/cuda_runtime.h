@@ -53,6 +53,10 @@ int syncthreads_or(bool holds, const char* file, int line);
 void fence(const char* file, int line);
 void pause();
 int64_t nanoseconds();
+// A thread is about to look at a word that other ranks write: what they do at this moment is up to
+// `between_looks`, if there is one. Not to be set while a launch runs.
+void before_look();
+extern std::function<void()> between_looks;
 // Every lane gives a value and gets that of lane `from`.
 uint64_t exchange(uint64_t value, unsigned from);
 unsigned ballot(bool holds);

@@ -288,6 +288,12 @@ void pause() {
     yield();
 }
 
+std::function<void()> between_looks;
+
+void before_look() {
+    if (between_looks) between_looks();
+}
+
 int64_t nanoseconds() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
                std::chrono::steady_clock::now().time_since_epoch())

@@ -238,3 +238,25 @@ def test_a_lost_rank_ends_the_wait_and_is_named(symmetric, size):
     group.failures.zero_()
     group.run(mine, mine, x, timeout=3600.0)  # would wait for an hour
     assert group.failures.tolist() == [1 + lost] * size, "the late one hears of it, too"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_that_was_told_before_the_lost_rank_came_is_heard(symmetric, late):
+    """Rank 0 waits for rank 2, which comes between any two of its looks. What rank 0 is told right
+    before, that rank 2 is lost, must end its sum: rank 1, which told it, has given up."""
+    for look in range(12):
+        x = [torch.full((5003,), 2.0) for _ in range(3)]
+        out = torch.zeros(5003)
+        group = Group(symmetric, 3)
+        arrived = group.pads[0].view(torch.int32)[2 + 64 : 2 + 64 + 64 * 32].view(64, 32)
+        arrived[:, 1], arrived[:, 2] = 2, 1  # both have come to the first meeting, of two
+        symmetric.emulated_between_looks(
+            ctypes.c_int64(look), pointer(group.pads[0]), 2, ctypes.c_bool(late), 2
+        )
+        try:
+            group.run([x] * 3, [[out]] * 3, [out] * 3, grid=1, absent=[1, 2])
+        finally:
+            symmetric.emulated_between_looks(ctypes.c_int64(-1), None, 0, False, 0)
+        assert arrived[0, 2] == 2, f"nothing happened before look {look}"
+        assert group.failures[0] == (3 if late else 0), f"look {look}"
+        assert out.isnan().all() if late else (out == 6.0).all()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from pyops.ops.attention import BlockLayout
+from pyops.ops.attention import BlockLayout, block_tables
 
 SIZES = [(100, 150), (160, 64), (64, 64), (16, 1), (15, 40)]
 
@@ -115,9 +115,14 @@ def equal(one: BlockLayout, other: BlockLayout) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
+@pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("causal", [False, True])
-def test_pairs_in_any_order_and_repeated_give_the_same_tables(causal: bool, device: torch.device):
-    for sparse in (1, 40):  # by a table, and by sorting
+def test_pairs_in_any_order_and_repeated_give_the_same_tables(
+    causal: bool, with_kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    if not with_kernels:
+        monkeypatch.setattr(block_tables, "native", lambda: None)
+    for sparse in (1, 40):  # without kernels by a table, and by sorting
         blocks = random_blocks(3, 1000, 900, device)
         blocks &= (torch.arange(blocks.numel(), device=device) % sparse == 0).view_as(blocks)
         pairs = blocks.nonzero()
@@ -136,6 +141,49 @@ def test_pairs_in_any_order_and_repeated_give_the_same_tables(causal: bool, devi
         built = BlockLayout.from_pairs(listed_pairs, num_heads=3, **sizes)
         assert equal(dense, built)
         assert torch.equal(BlockLayout.from_dense(built.dense(), **sizes).indices, dense.indices)
+
+
+def random_rectangles(heads: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Some empty, some of one block, some over many words and strips of the builder."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def span(limit: int) -> Tensor:
+        first = torch.randint(limit + 1, (60,), generator=generator)
+        width = torch.randint(limit, (60,), generator=generator) // torch.tensor([1, 40]).repeat(30)
+        return torch.stack([first, (first + width).clamp(max=limit)], dim=1)
+
+    head = torch.randint(heads, (60, 1), generator=generator)
+    return torch.cat([head, span(rows), span(columns)], dim=1).to(device)
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(2075, 3190), (3190, 1024), (40, 2049)])
+def test_rectangles_are_their_blocks(
+    queries: int,
+    keys: int,
+    causal: bool,
+    with_kernels: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    if not with_kernels:
+        monkeypatch.setattr(block_tables, "native", lambda: None)
+    sizes: dict[str, Any] = {"block": 16, "num_queries": queries, "num_keys": keys}
+    rows, columns = -(-queries // 16), -(-keys // 16)
+    rectangles = random_rectangles(3, rows, columns, device)
+    blocks = torch.zeros(3, rows, columns, dtype=torch.bool, device=device)
+    for h, r, r_end, c, c_end in rectangles.tolist():
+        blocks[h, r:r_end, c:c_end] = True
+    assert 0.1 < blocks.float().mean() < 0.95
+    dense = BlockLayout.from_dense(blocks, causal=causal, **sizes)
+    built = BlockLayout.from_rectangles(rectangles, num_heads=3, causal=causal, **sizes)
+    assert equal(dense, built)
+    few = BlockLayout.from_rectangles(rectangles[:2], num_heads=3, causal=causal, **sizes)
+    blocks.zero_()
+    for h, r, r_end, c, c_end in rectangles[:2].tolist():
+        blocks[h, r:r_end, c:c_end] = True
+    assert equal(BlockLayout.from_dense(blocks, causal=causal, **sizes), few)
 
 
 def test_a_long_window_is_built_without_a_table_of_blocks(monkeypatch: pytest.MonkeyPatch):
@@ -218,6 +266,12 @@ def pairs_of(*pairs: tuple[int, int, int], dtype: torch.dtype = torch.int64) -> 
     )
 
 
+def rectangle_of(*sides: int, dtype: torch.dtype = torch.int64) -> BlockLayout:
+    return BlockLayout.from_rectangles(
+        torch.tensor([sides], dtype=dtype), num_heads=2, block=16, num_queries=32, num_keys=48
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -232,6 +286,15 @@ def pairs_of(*pairs: tuple[int, int, int], dtype: torch.dtype = torch.int64) -> 
         (lambda: pairs_of((0, -1, 0)), "query block -1 of a layout with 2"),
         (lambda: pairs_of((2, 0, 0)), "head 2 of a layout with 2"),
         (lambda: pairs_of((0, 0, 0), dtype=torch.int32), "must be torch.int64, got torch.int32"),
+        (
+            lambda: rectangle_of(2, 0, 1, 0, 1),
+            "head 2 of a rectangle, in a layout of 2 heads and 2",
+        ),
+        (lambda: rectangle_of(0, 0, 3, 0, 1), "end of query blocks 3 of a rectangle"),
+        (lambda: rectangle_of(0, 0, 1, -1, 1), "key block -1 of a rectangle"),
+        (lambda: rectangle_of(0, 0, 1, 0, 4), "must be 0 or more and at most 3"),
+        (lambda: rectangle_of(0, 0, 1), "have the shape [1, 3]; expected [n, 5]"),
+        (lambda: rectangle_of(0, 0, 1, 0, 1, dtype=torch.int32), "torch.int64, got torch.int32"),
         (lambda: two_by_three().heads(1, 2), "heads 1 to 2 of a layout with 2"),
         (lambda: two_by_three() | two_by_three(causal=True), "with causal False and True"),
         (lambda: two_by_three() | two_by_three(shape=(3, 2, 3)), "with 2 and 3 heads"),

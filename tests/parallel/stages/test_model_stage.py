@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyops.parallel.batches import accepted_names, model_arguments
 from pyops.parallel.losses import loss_of
+from pyops.parallel.rows.batches import accepted_names, model_arguments
 from pyops.parallel.stages.block_lists import find_block_lists
 from pyops.parallel.stages.block_record import BlockRecord
 from pyops.parallel.stages.block_stages import stage_boundaries

@@ -17,7 +17,7 @@ from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.optim import AdamW
 from pyops.tensor_parallel import parallelize, sync_partial_grads
-from pyops.tensor_parallel.functional.cross_entropy import vocab_parallel_cross_entropy
+from pyops.tensor_parallel.functional.losses.cross_entropy import vocab_parallel_cross_entropy
 from tests.tensor_parallel.convert.existing_models import V, build
 from tests.tensor_parallel.convert.test_parallelize import SLOW, as_cut
 from tests.tensor_parallel.shared_layers import configured

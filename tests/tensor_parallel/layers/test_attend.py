@@ -19,8 +19,8 @@ from pyops.tensor_parallel.functional.scores import (
     ScoreDropout,
     Seen,
     attend,
-    attend_by_scores,
 )
+from tests.tensor_parallel.layers.explicit_scores import attend_by_scores
 
 pytestmark = pytest.mark.on_device
 

@@ -22,6 +22,7 @@ from pyops.train.pretrained.folder_data import FolderData
 from pyops.train.pretrained.folder_model import FolderModel
 from pyops.train.pretrained.folder_training import FolderTraining
 from pyops.zero import ZeroConfig
+from tests.grids import full
 from tests.parallel.tiny_folder import CHAT, make_folder, make_tokenizer, write_chat
 from tests.parallel.tiny_transformers import transformers
 from tests.train.tiny_run import config_of, losses, train_on_rank
@@ -175,10 +176,11 @@ LAYOUTS = {
     "tp 2": {"parallel": Parallel(tp=2)},
     "pp 2": {"parallel": Parallel(pp=2, num_microbatches=2)},
     "dp 2, zero 3": {"zero": ZeroConfig(stage=3), "train": {"micro_batch": 1}},
+    "cp 2": {"parallel": Parallel(cp=2, cp_method="ring", cp_order="striped")},
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:-1], full("cp 2")])
 def test_two_ranks_have_the_losses_of_one(straight, layout, world):
     _, config = straight
     chosen = {key: value for key, value in LAYOUTS[layout].items() if key != "train"}

@@ -1,6 +1,7 @@
 // The kernels over symmetric memory as functions of the host: n ranks as n buffers of one process, for tests/cuda/symmetric.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -31,6 +32,21 @@ void run(unsigned grid, const SymmetricSum& a) {
 extern "C" {
 
 int64_t emulated_pad_bytes() { return sizeof(Pad); }
+
+// Of the launches that follow: before look number `look`, from 0, at a word that other ranks write, `rank` comes to `epoch`, and the
+// owner of `pad` is told right before that it is lost, if it is `late`. look < 0: nothing ever happens between looks.
+void emulated_between_looks(int64_t look, void* pad, int rank, bool late, uint32_t epoch) {
+  static std::atomic<int64_t> looks;
+  looks = 0;
+  emulation::between_looks = nullptr;
+  if (look < 0) return;
+  emulation::between_looks = [=] {
+    if (looks++ != look) return;
+    Pad& of = *static_cast<Pad*>(pad);
+    if (late) store_first(&of.lost, static_cast<uint32_t>(rank) + 1);
+    for (auto& cta : of.arrived) store_release(&cta[rank], epoch);
+  };
+}
 
 // One rank's launch of `times` kernels. outs end at the first null; head < 0: one element at a time.
 void emulated_symmetric_rank(unsigned grid, int r, int size, int times, const void* const* rows, void* const* outs,

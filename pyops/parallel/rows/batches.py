@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,8 @@ def share_of(
         except Exception as error:  # of the caller's own loss too: every rank must hear of it
             problem = error
     place = [mesh.rank(axis) for axis in ("dp", "tp", "pp", "cp")]
-    own = [problem is None, given, rows, count, divisor, vote, *place]
+    mark = _mark(batch) if rows and mesh.size("cp") > 1 else 0
+    own = [problem is None, given, rows, count, divisor, vote, mark, *place]
     everyone = gather_numbers([float(value) for value in own], device=device)
     if bad := [rank for rank, (ok, *_) in enumerate(everyone) if not ok]:
         try:
@@ -121,10 +123,11 @@ def share_of(
             if problem is not None:
                 raise
             raise type(error)(f"on rank {bad[0]}: {error}") from None
+    _check_alike(everyone)
     mine = [float(each) for each in place[1:]]
     copies = sorted(
         (dp, has, number, terms, divided)
-        for _, has, number, terms, divided, _, dp, *rest in everyone
+        for _, has, number, terms, divided, _, _, dp, *rest in everyone
         if rest == mine
     )
     if not any(has for _, has, *_ in copies):
@@ -138,6 +141,37 @@ def share_of(
         divisor=sum(divided for *_, divided in copies),
         vote=any(voted for _, _, _, _, _, voted, *_ in everyone),
     )
+
+
+def _mark(batch: Mapping[str, Any]) -> int:
+    """A number that differs where the rows do; 0 on a GPU, which is not waited for."""
+    mark = 0
+    for name in sorted(batch):
+        value = batch[name]
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            held = value.detach().contiguous().view(-1).view(torch.uint8)
+            mark = zlib.crc32(held.numpy().tobytes(), mark)
+    return mark
+
+
+def _check_alike(everyone: list[list[float]]) -> None:
+    """Refuse other rows on ranks that share out the tokens of the same ones.
+
+    Args:
+        everyone: What the ranks said; the mark of their rows, and their places along dp, tp, pp and
+            cp, last.
+
+    Raises:
+        ValueError: On every rank, naming two of them.
+    """
+    first: dict[tuple[float, ...], tuple[int, float]] = {}
+    for rank, (*_, mark, dp, tp, pp, _) in enumerate(everyone):
+        other, theirs = first.setdefault((dp, tp, pp), (rank, mark))
+        if mark != theirs:
+            raise ValueError(
+                f"ranks {other} and {rank} share out the tokens of the same rows (cp), and were "
+                "given other ones; give each of them the rows of mesh.rank('dp')"
+            )
 
 
 def sum_over_copies(total: float, mesh: Mesh, *, device: torch.device) -> float:

@@ -26,7 +26,7 @@ from pyops.comm.failure import DisagreementError
 from pyops.ops.layers.cross_entropy import cross_entropy_statistics
 from pyops.tensor_parallel.functional.ranks import Ranks
 
-__all__ = ["CrossEntropyConfig", "RowOptions", "VocabularyPart"]
+__all__ = ["CrossEntropyConfig", "RowOptions", "VocabularyPart", "merge_statistics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,27 +135,45 @@ class VocabularyPart:
 
         if self.ranks.size == 1:
             return local(None)
-        rows = len(logits)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        own = logits.new_zeros(rows + 1, 4 if with_sum else 3, dtype=wide)
-        local(own[:rows])
-        own[rows, 0] = self.first_column
-        own[rows, 1] = self.columns
-        if not logits.is_cuda:
-            own[rows, 2] = self._check_sum(targets, options)
-        parts = self.ranks.gather(own).wait().view(self.ranks.size, rows + 1, -1)
-        if not logits.is_cuda:
-            self._agree(parts[:, rows])
-        return _merged(parts[:, :rows], parts[:, rows, 1])
+        own = logits.new_zeros(len(logits) + 1, 4 if with_sum else 3, dtype=wide)
+        local(own[:-1])
+        parts = self.gather(own, targets, options)
+        return merge_statistics(parts[:, :-1], parts[:, -1, 1])
 
-    def _check_sum(self, targets: Tensor, options: RowOptions) -> int:
+    def gather(self, own: Tensor, targets: Tensor, asked: tuple[object, ...]) -> Tensor:
+        """The statistics of every rank's part, in one collective, which also tells that all
+        compute one loss.
+
+        Args:
+            own: [N + 1, K], K of 3 or more: this rank's, and a last row that is overwritten.
+            targets: [N] int64, the same on every rank.
+            asked: the options of the loss, the same on every rank.
+
+        Returns:
+            [ranks, N + 1, K]; the last row of a rank begins with its first column and number of
+            columns.
+
+        Raises:
+            DisagreementError: as `statistics`.
+        """
+        own[-1, 0] = self.first_column
+        own[-1, 1] = self.columns
+        if not own.is_cuda:
+            own[-1, 2] = self._check_sum(targets, asked)
+        parts = self.ranks.gather(own).wait().view(self.ranks.size, *own.shape)
+        if not own.is_cuda:
+            self._agree(parts[:, -1])
+        return parts
+
+    def _check_sum(self, targets: Tensor, asked: tuple[object, ...]) -> int:
         """24 bits, which a float32 holds exactly."""
-        asked = zlib.crc32(repr((options, self.vocab_size)).encode())
-        return zlib.crc32(targets.contiguous().view(torch.uint8).numpy().data, asked) >> 8
+        begin = zlib.crc32(repr((asked, self.vocab_size)).encode())
+        return zlib.crc32(targets.contiguous().view(torch.uint8).numpy().data, begin) >> 8
 
     def _agree(self, notes: Tensor) -> None:
-        """DisagreementError unless the ranks compute one loss; notes [ranks, 3 or 4]: first column,
-        number of columns, check sum of targets and options."""
+        """DisagreementError unless the ranks compute one loss; notes [ranks, 3 or more]: first
+        column, number of columns, check sum of targets and options."""
         table = [[int(number) for number in row[:3]] for row in notes.tolist()]
         begins = 0
         for rank, (first, columns, check) in enumerate(table):
@@ -170,8 +188,8 @@ class VocabularyPart:
             if check != table[0][2]:
                 raise DisagreementError(
                     f"rank {rank} computes another loss than rank 0: other targets, "
-                    "vocab_size, ignore_index, label_smoothing "
-                    "or z_loss; the ranks of a group must be given the same",
+                    "vocab_size, ignore_index, label_smoothing, z_loss or other options; the ranks "
+                    "of a group must be given the same",
                     ranks=[rank],
                 )
         if begins != self.vocab_size:
@@ -181,13 +199,19 @@ class VocabularyPart:
             )
 
 
-def _merged(parts: Tensor, columns: Tensor) -> Tensor:
-    """parts [ranks, N, 3 or 4], columns [ranks] -> [N, 3 or 4]."""
+def merge_statistics(parts: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Statistics of whole rows.
+
+    Args:
+        parts: [ranks, N, 3 or 4], those of each rank's columns.
+        columns: [ranks], how many each has; read only with the fourth number.
+    """
     maximum = parts[:, :, 0].amax(0)
     shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
     lower = parts[:, :, 0] - shift  # of each part's maximum; -inf where it has none
     merged = [maximum, (parts[:, :, 1] * lower.exp()).sum(0), parts[:, :, 2].sum(0)]
     if parts.shape[2] == 4:
+        assert columns is not None
         none = (columns == 0)[:, None]
         merged.append((parts[:, :, 3] + (columns[:, None] * lower).masked_fill(none, 0.0)).sum(0))
     return torch.stack(merged, dim=1)

@@ -27,12 +27,12 @@ from pyops.ops.layers.cross_entropy import (
     row_losses,
 )
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
-from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
-from pyops.tensor_parallel.functional.vocabulary_part import (
+from pyops.tensor_parallel.functional.losses.vocabulary_part import (
     CrossEntropyConfig,
     RowOptions,
     VocabularyPart,
 )
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["refuse_together", "vocab_parallel_cross_entropy"]
 

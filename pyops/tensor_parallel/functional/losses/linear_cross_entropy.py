@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyops.comm.collectives.work import Work
-from pyops.deferred import accumulate_weight_gradient
 from pyops.ops.layers.cross_entropy import (
     check_options,
     check_targets,
@@ -35,14 +33,21 @@ from pyops.ops.layers.cross_entropy import (
     reduce_losses,
     row_losses,
 )
-from pyops.tensor_parallel.functional.cross_entropy import refuse_together
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
-from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
-from pyops.tensor_parallel.functional.vocabulary_part import (
+from pyops.tensor_parallel.functional.losses.cross_entropy import refuse_together
+from pyops.tensor_parallel.functional.losses.head_gradients import (
+    HeadGradients,
+    cast_head,
+    check_head,
+    in_parameter_dtype,
+    scale_,
+)
+from pyops.tensor_parallel.functional.losses.vocabulary_part import (
     CrossEntropyConfig,
     RowOptions,
     VocabularyPart,
 )
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["LinearCrossEntropyConfig", "linear_cross_entropy"]
 
@@ -109,7 +114,7 @@ def linear_cross_entropy(
             reduction=reduction,
             what="hidden",
         )
-        _check_weight(hidden, weight, bias)
+        check_head(hidden, weight, bias)
         if options.chunk_tokens is not None and options.chunk_tokens < 1:
             raise ValueError(
                 f"chunk_tokens is {options.chunk_tokens}; give 1 or more, or None for the default"
@@ -121,7 +126,7 @@ def linear_cross_entropy(
         return part
 
     part = refuse_together(check, ranks, tensor=hidden, what="linear_cross_entropy")
-    x, w, b = _cast(hidden, weight, bias)
+    x, w, b = cast_head(hidden, weight, bias)
     chunks = _Chunks(
         part,
         options.row_options(),
@@ -142,37 +147,6 @@ def linear_cross_entropy(
     count = (words != options.ignore_index).sum()
     # The mean of nothing is nan, and its gradient zero: dividing by zero would make it nan too.
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
-
-
-def _check_weight(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if (
-        weight.dim() != 2
-        or weight.shape[1] != hidden.shape[-1]
-        or (bias is not None and bias.shape != weight.shape[:1])
-    ):
-        raise ValueError(
-            "hidden [..., H] needs weight [C, H] and bias [C] or None; got "
-            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and "
-            f"{None if bias is None else tuple(bias.shape)}"
-        )
-    others = [weight] if bias is None else [weight, bias]
-    cast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
-    if any(t.device != hidden.device or (t.dtype != hidden.dtype and not cast) for t in others):
-        raise ValueError(
-            f"hidden is {hidden.dtype} on {hidden.device}; weight and bias must be so too, got "
-            f"{', '.join(f'{t.dtype} on {t.device}' for t in others)}"
-        )
-
-
-def _cast(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Under autocast everything in its dtype, as torch's own linear does."""
-    device = hidden.device.type
-    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _chunk_size(x: Tensor, part: VocabularyPart, chunk_tokens: int | None) -> int:
@@ -200,6 +174,12 @@ class _Chunks:
     def spans(self, tokens: int) -> list[tuple[int, int]]:
         """(start, stop) of each chunk."""
         return [(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size)]
+
+    def gradients(self, rows: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> HeadGradients:
+        """Those of the layer, before the first chunk is added."""
+        return HeadGradients(
+            rows, weight, needs, ranks=self.part.ranks, reduce_hidden=self.reduce_hidden
+        )
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """losses [n], maxima [n], coefficients [n, 3]."""
@@ -230,93 +210,6 @@ class _Chunks:
         )
 
 
-class _Gradients:
-    """The gradients of hidden, weight and bias as they add up over chunks; None for a tensor that
-    requires none."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def __init__(
-        self, rows: Tensor, weight: Tensor, needs: tuple[bool, ...], chunks: _Chunks
-    ) -> None:
-        self.wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        self.rows, self.matrix, self.ranks = rows, weight, chunks.part.ranks
-        self.hidden = (
-            torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
-        )
-        self.weight, self.needs_weight = None, needs[1]
-        self.bias = weight.new_zeros(len(weight), dtype=self.wide) if needs[2] else None
-        self.reduce_hidden = chunks.reduce_hidden
-        self.pending: tuple[Work, Tensor] | None = None
-
-    def add(self, start: int, stop: int, dz: Tensor) -> None:
-        """Adds a chunk's share, of the gradient dz [n, C] of its logits; the ranks' sum of hidden's
-        is communicated while the weight's product is computed."""
-        if self.hidden is not None:
-            self._add_hidden(self.hidden[start:stop], dz)
-        if self.needs_weight:
-            self._add_weight(dz, self.rows[start:stop])
-        if self.bias is not None:
-            self.bias += dz.sum(0, dtype=self.bias.dtype)
-
-    def _add_hidden(self, out: Tensor, dz: Tensor) -> None:
-        if not self.reduce_hidden:
-            torch.mm(dz, self.matrix, out=out)
-            return
-        self.finish()
-        sixteen = dz.dtype in (torch.bfloat16, torch.float16)
-        if sixteen and dz.is_cuda:
-            product = torch.mm(dz, self.matrix, out_dtype=torch.float32)
-        else:
-            product = dz.float() @ self.matrix.float() if sixteen else dz @ self.matrix
-        self.pending = self.ranks.sum_(product, async_op=True), out
-
-    def _add_weight(self, dz: Tensor, rows: Tensor) -> None:
-        # The first chunk's product is written, not added to zeros: 12 bytes of each weight less.
-        if self.weight is None and dz.dtype == self.wide:
-            self.weight = dz.t() @ rows
-        elif self.weight is None and dz.is_cuda:
-            self.weight = torch.mm(dz.t(), rows, out_dtype=self.wide)
-        else:
-            self.weight = self._zeros() if self.weight is None else self.weight
-            accumulate_weight_gradient(self.weight, dz, rows)
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros_like(self.matrix, dtype=self.wide, memory_format=torch.contiguous_format)
-
-    def finish(self) -> None:
-        """Waits for the sum that is pending. Without tokens, nothing was added to the weight's
-        gradient: it is zero."""
-        if self.needs_weight and self.weight is None:
-            self.weight = self._zeros()
-        if self.pending is not None:
-            work, out = self.pending
-            out.copy_(work.wait())
-            self.pending = None
-
-
-def _in_parameter_dtype(
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    main_grad: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients in their parameters' dtype; the weight's None where it was added to
-    `main_grad`."""
-    if weight is not None and main_grad is not None:
-        main_grad.add_(weight)
-        weight = None
-    return (
-        hidden,
-        None if weight is None else weight.to(dtype),
-        None if bias is None else bias.to(dtype),
-    )
-
-
 class _LossOfAll(torch.autograd.Function):
     """The sum of the losses of hidden [N, H]; gradients in the forward pass."""
 
@@ -333,7 +226,7 @@ class _LossOfAll(torch.autograd.Function):
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         needs = tuple(need and chunks.with_gradients for need in ctx.needs_input_grad[:3])
         total = rows.new_zeros((), dtype=wide)
-        gradients = _Gradients(rows, weight, needs, chunks)
+        gradients = chunks.gradients(rows, weight, needs)
         with torch.autocast(rows.device.type, enabled=False):
             for start, stop in chunks.spans(len(rows)):
                 words = targets[start:stop]
@@ -354,25 +247,20 @@ class _LossOfAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Scaled where they are: autograd refuses a second backward, which would find them changed.
         hidden, weight, bias = ctx.saved_tensors
-        hidden, bias = (None if x is None else _scale_(x, grads[0]) for x in (hidden, bias))
+        hidden, bias = (None if x is None else scale_(x, grads[0]) for x in (hidden, bias))
         if weight is not None and ctx.main_grad is None and weight.dtype != ctx.dtype:
             # Multiplied and rounded in one pass over the largest tensor there is.
             weight = torch.mul(
                 weight, grads[0].reshape(1), out=torch.empty_like(weight, dtype=ctx.dtype)
             )
         elif weight is not None:
-            weight = _scale_(weight, grads[0])
+            weight = scale_(weight, grads[0])
         return (
-            *_in_parameter_dtype(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad),
+            *in_parameter_dtype(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad),
             None,
             None,
             None,
         )
-
-
-def _scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x *= factor in fp32 at least: a loss scale may exceed what fp16 holds."""
-    return torch.mul(x, factor.reshape(1), out=x) if x.dtype != factor.dtype else x.mul_(factor)
 
 
 class _LossOfEach(torch.autograd.Function):
@@ -411,7 +299,7 @@ class _LossOfEach(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, weight, bias, targets, maxima, coefficients = ctx.saved_tensors
         coefficients = coefficients * grads[0][:, None]
-        gradients = _Gradients(rows, weight, ctx.needs_input_grad[:3], ctx.chunks)
+        gradients = ctx.chunks.gradients(rows, weight, ctx.needs_input_grad[:3])
         with torch.autocast(rows.device.type, enabled=False):
             for start, stop in ctx.chunks.spans(len(rows)):
                 logits = functional.linear(rows[start:stop], weight, bias)
@@ -421,7 +309,7 @@ class _LossOfEach(torch.autograd.Function):
                 gradients.add(start, stop, logits)
                 del logits
             gradients.finish()
-        found = _in_parameter_dtype(
+        found = in_parameter_dtype(
             gradients.hidden,
             gradients.weight,
             gradients.bias,

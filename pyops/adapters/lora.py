@@ -1,0 +1,291 @@
+"""LoRA: the linear layers of a model learn an update of low rank, and their weights stay as they
+are (Hu et al., arXiv:2106.09685).
+
+    model = GPT(...)
+    lora = LoRA(model, rank=8, alpha=16, only=["blocks.*.attention.*"])
+    optimizer = AdamW(lora.parameters())      train as ever: model.loss(...) has the updates
+    lora.merge()                              W += alpha / r B A
+
+    layers of pyops.tensor_parallel    cut by columns or rows, and the vocabulary head: see LowRank
+    torch.nn.Linear, Conv1D            of models of anybody's, on one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops.adapters.frozen import matching
+from pyops.models.vocabulary_head import VocabularyHead
+from pyops.ops.memory import require_memory
+from pyops.tensor_parallel import ColumnParallelLinear, LowRank, RowParallelLinear
+
+__all__ = ["LoRA", "attach", "linear_layers"]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether an adapter can be of this layer."""
+    known = isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Linear)
+    return known or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' linear layer whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can have an adapter, by their names.
+
+    Args:
+        model: Any.
+    """
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def _is_head(model: nn.Module, module: nn.Module) -> bool:
+    get = getattr(model, "get_output_embeddings", None)
+    return isinstance(module, VocabularyHead) or (callable(get) and get() is module)
+
+
+def sizes(layer: nn.Module) -> tuple[int, int]:
+    """(in, out) of the whole layer; of several stacked matrices those of one."""
+    if _is_conv1d(layer):
+        weight: Any = layer.weight
+        return weight.shape[0], weight.shape[1]
+    return layer.in_features, layer.out_features  # type: ignore[return-value]
+
+
+class LoRA:
+    """The adapters of a model. Its own parameters no longer require gradients; those of the
+    adapters do. At first B is 0, and the model computes what it did.
+
+    Args:
+        model: Of pyops.models or anybody's; on several tensor-parallel ranks all make it alike.
+        rank: r, the rows of A.
+        alpha: The update is scaled by alpha / r.
+        only: Patterns of the names of layers, ["blocks.*.attention.*"]; None: all linear layers but
+            the vocabulary head, and those of fewer outputs than `rank`, such as a classifier's.
+        dropout: Probability with which elements of a layer's input are dropped for the adapter; in
+            layers of pyops keyed by `pyops.tensor_parallel.set_dropout`.
+        seed: Of A, drawn by (seed, name): the same on any number of ranks.
+        dtype: Of A and B; None: that of the weights.
+
+    Raises:
+        ValueError: For a rank above a layer's width, a pattern that matches no layer, layers that
+            have an adapter already; nothing is changed then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        only: Sequence[str] | None = None,
+        dropout: float = 0.0,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        layers = linear_layers(model)
+        if only is None:
+            names = [
+                name
+                for name, layer in layers.items()
+                if not _is_head(model, layer) and sizes(layer)[1] >= rank
+            ]
+        else:
+            names = matching(list(layers), only, what="only")
+        ranks = dict.fromkeys(names, rank)
+        attach(model, ranks, scale=alpha / max(rank, 1), dropout=dropout, seed=seed, dtype=dtype)
+        self._set(model, alpha=alpha, rank=rank, dropout=dropout)
+
+    def _set(self, model: nn.Module, *, alpha: float, rank: int, dropout: float) -> None:
+        self.model, self.alpha, self.rank, self.dropout = model, alpha, rank, dropout
+        self.layers = {
+            name: layer
+            for name, layer in linear_layers(model).items()
+            if getattr(layer, "adapter", None) is not None
+        }
+        self.merged = self.was_merged = False
+
+    @classmethod
+    def of(cls, model: nn.Module, *, alpha: float, rank: int, dropout: float = 0.0) -> LoRA:
+        """The adapters that a model has already.
+
+        Args:
+            model: With adapters.
+            alpha: Of them.
+            rank: Of them.
+            dropout: Of them.
+        """
+        found = cls.__new__(cls)
+        found._set(model, alpha=alpha, rank=rank, dropout=dropout)
+        return found
+
+    @property
+    def adapters(self) -> dict[str, LowRank]:
+        """Those of the layers, by the layers' names."""
+        return {name: layer.adapter for name, layer in self.layers.items()}  # type: ignore[misc]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """A and B of all layers."""
+        for adapter in self.adapters.values():
+            yield adapter.A
+            yield adapter.B
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the updates to the weights, W += alpha / r B A, computed in fp32: the model computes
+        without adapters, at the cost of none.
+
+        Raises:
+            ValueError: For weights that are whole numbers, a weight that another layer has, too, or
+                weights that ZeRO has shared out; nothing is changed then.
+        """
+        if self.merged:
+            return
+        self._check_weights("merge")
+        self._add(1.0)
+        self.merged = self.was_merged = True
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Subtract the updates again: the weights are what they were, to rounding."""
+        if not self.merged:
+            return
+        self._check_weights("unmerge")
+        self._add(-1.0)
+        self.merged = False
+
+    def _add(self, sign: float) -> None:
+        for layer in self.layers.values():
+            adapter: LowRank = layer.adapter  # type: ignore[assignment]
+            weight: Tensor = layer.weight  # type: ignore[assignment]
+            delta = sign * adapter.delta()
+            if _is_conv1d(layer):
+                delta = delta.t()
+            weight.data.copy_(weight.to(delta.dtype) + delta)
+            adapter.enabled = sign < 0
+
+    def _check_weights(self, what: str) -> None:
+        users: dict[int, str] = {}
+        for name, module in self.model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                users.setdefault(id(parameter), f"{name}.{key}")
+        for name, layer in self.layers.items():
+            weight: Tensor = layer.weight  # type: ignore[assignment]
+            if not weight.is_floating_point():
+                raise ValueError(
+                    f"{what}: the weight of {name} is {weight.dtype}, which can't hold the update; "
+                    "make it a floating one first (dequantize it)"
+                )
+            require_memory(weight, f"{what}: the weight of {name}")
+            if users[id(weight)] != f"{name}.weight":
+                raise ValueError(
+                    f"{what}: the weight of {name} is {users[id(weight)]}, too, and would change; "
+                    "make the model with a head of its own, or leave the head out of `only`"
+                )
+
+    def remove(self) -> None:
+        """Take the adapters off the model. What was merged stays in the weights; what was not is
+        lost."""
+        for layer in self.layers.values():
+            handle = layer.__dict__.pop("_adapter_hook", None)
+            if handle is not None:
+                handle.remove()
+                del layer.adapter
+            else:
+                layer.adapter = None  # type: ignore[assignment]
+        self.layers = {}
+
+
+def _check(model: nn.Module, ranks: dict[str, int], dropout: float) -> None:
+    if not ranks:
+        raise ValueError(f"{type(model).__name__} has no linear layer that an adapter could be of")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}; it is a probability, 0 or more and less than 1")
+    layers = linear_layers(model)
+    for name, rank in ranks.items():
+        layer = layers[name]
+        if getattr(layer, "adapter", None) is not None:
+            raise ValueError(
+                f"{name} has an adapter already; merge it, or take it off with remove()"
+            )
+        inner, out = sizes(layer)
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= min(inner, out):
+            raise ValueError(
+                f"rank is {rank!r}, but {name} is [{out}, {inner}]; give a whole number from 1 to "
+                f"{min(inner, out)}, or leave the layer out"
+            )
+
+
+def attach(
+    model: nn.Module,
+    ranks: dict[str, int],
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give layers adapters, and let no other parameter of the model require a gradient.
+
+    Args:
+        model: Whose layers they are.
+        ranks: {name of a layer: r}.
+        scale: Of the updates.
+        dropout: Of the inputs.
+        seed: Of A.
+        dtype: Of A and B.
+
+    Raises:
+        ValueError: As of `LoRA`.
+    """
+    _check(model, ranks, dropout)
+    layers = linear_layers(model)
+    model.requires_grad_(False)
+    for name, rank in ranks.items():
+        layer = layers[name]
+        adapter = _adapter(layer, rank, scale=scale, dropout=dropout, dtype=dtype)
+        adapter.reset_parameters(seed=seed, name=name)
+        adapter.train(layer.training)
+        layer.adapter = adapter
+        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.__dict__["_adapter_hook"] = layer.register_forward_hook(_after)
+
+
+def _after(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    result: Tensor = layer.adapter(args[0], y)
+    return result
+
+
+def _adapter(
+    layer: Any, rank: int, *, scale: float, dropout: float, dtype: torch.dtype | None
+) -> LowRank:
+    weight: Tensor = layer.weight
+    drop: nn.Module | None = None
+    inner, out = sizes(layer)
+    placements = None
+    shapes: dict[str, tuple[int, ...]] = {"A": (rank, inner), "B": (out, rank)}
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        placements = layer.low_rank_places(rank)
+        shapes = {name: place.local_shape for name, place in placements.items()}
+        drop = layer.low_rank_dropout(dropout) if dropout else None
+    else:
+        if dropout:
+            drop = nn.Dropout(dropout)
+        if (place := getattr(layer, "placements", {}).get("weight")) is not None:
+            placements = {n: replace(place, global_shape=shape) for n, shape in shapes.items()}
+    return LowRank(
+        shapes,
+        placements=placements,
+        scale=scale,
+        drop=drop,
+        device=weight.device,
+        dtype=dtype or (weight.dtype if weight.is_floating_point() else torch.float32),
+    )
