@@ -173,8 +173,7 @@ class ContextRow:
                 the order gives each rank whole blocks of 16 tokens or a multiple; else with
                 "ulysses".
             bias: Of the whole row; each rank computes with its own queries' rows.
-            dropout: Of the whole row: num_queries is T and num_keys S, without padding or what else
-                is padding by its documents.
+            dropout: Of the whole row: num_queries is T and num_keys S, without their padding.
 
         Returns:
             [B, n, H, K] in q's dtype.

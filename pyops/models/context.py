@@ -102,16 +102,16 @@ class TokenContext:
         """Rows of which a rank has so many tokens."""
         return self.row(own * self.ranks.size)
 
-    def counted(self, own: int) -> int:
-        """By how many tokens of a row dropout counts, where a rank has so many."""
-        return self.unpadded or own * self.ranks.size
-
     def documents(self, row: ContextRow, rows: int, device: torch.device) -> Tensor | None:
         """int32 [rows, T]: 0 for tokens, -1 for what rows are padded with; None: for nothing."""
         length = row.order.length
         if self.tokens is None or self.tokens == length:
             return None
         return -(torch.arange(length, device=device) >= self.tokens).int().expand(rows, length)
+
+    def counted(self, own: int) -> int:
+        """By how many tokens of a row dropout counts, where a rank has so many."""
+        return self.unpadded or own * self.ranks.size
 
 
 class ContextCore(nn.Module):

@@ -201,8 +201,8 @@ class T5Block(nn.Module):
         memory_mask: Tensor | None = None,
         past: tuple[RowCache, MemoryRows] | None = None,
     ) -> Tensor:
-        kept, memory_kept = past or (None, None)
         shape, memory_shape = (self.layout.own_shape(each) for each in (shape, memory_shape))
+        kept, memory_kept = past or (None, None)
         x = self.dropout1(
             self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias, past=kept), residual=x
         )
