@@ -62,7 +62,7 @@ def run_gradients(rank: int, group: Any, options: dict[str, Any]) -> dict[str, A
         (2, {"tp_stages": (3, 4), "layer_scale": 0.5, "pre_norm_act": True}),
         (4, {**FOUR_HEADS, "pre_norm_act": True}),
         full(4, {**FOUR_HEADS, "norm": "layer"}),
-        full(4, {**FOUR_HEADS, "tp_stages": (1, 3), "expand_from": "input", "norm": "layer"}),
+        full(4, {**FOUR_HEADS, "tp_stages": (1, 4), "expand_from": "input", "norm": "layer"}),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_rank(world, ranks, options):
