@@ -18,6 +18,7 @@ from pyops.distill import (
     logits_divergence,
     student_from_layers,
 )
+from pyops.distill.hidden_states import compared
 from pyops.models import GPT, GPTConfig
 from pyops.tensor_parallel import DivergenceConfig
 from tests.tensor_parallel.functional.losses.test_linear_kl_divergence import soft_rows
@@ -103,6 +104,18 @@ def test_hidden_states_of_another_width(compare: str):
         Distillation(config)(student, teacher, *rows())
 
 
+def test_what_is_compared_of_hidden_states():
+    """By hand, of the vectors (3, 4) and (0, 2): lengths 5 and 2, product 8."""
+    h, t = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([0.0, 2.0]).double()
+    expected = {
+        "cosine": 1 - 8 / 10,
+        "normalized": (0.6**2 + 0.2**2) / 2,
+        "squared": (3**2 + 2**2) / 2,
+    }
+    for kind, value in expected.items():
+        assert float(compared(kind, h, t)) == pytest.approx(value, rel=1e-12)
+
+
 def losses_on_rank(rank: int, group: dist.ProcessGroup | None, whole_teacher: bool) -> list[float]:
     """Five steps of a student, which two ranks share, beside a teacher that they share or not."""
     cut: dict[str, Any] = {} if group is None else {"group": group}
@@ -179,7 +192,7 @@ def test_a_model_that_changes_its_logits_is_refused():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.requires_grad_(True), "requires gradients"),
+        (lambda t: t.requires_grad_(True), r"freeze\(teacher\)"),
         (lambda t: t.train(), "training mode"),
         (lambda t: freeze(GPT(GPTConfig(**SHAPE | {"vocab_size": 32}))), "31 words.*32"),
     ],
