@@ -7,6 +7,7 @@ values are kept.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from pyops.tensor_parallel import MemoryRows, RowCache, RowSpan
 __all__ = ["Decoder", "GPTDecoder", "T5Decoder", "decoder_of"]
 
 
-class Decoder:
+class Decoder(ABC):
     """A model, and the keys and values of groups of rows.
 
     Args:
@@ -47,17 +48,18 @@ class Decoder:
         blocks = self._blocks()
         self.caches = [[RowCache(rows, dtype=dtype) for _ in blocks] for rows in num_rows]
 
+    @abstractmethod
     def _blocks(self) -> list[nn.Module]:
         """Those of this rank that attend to what was generated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begins_with(self, prompt: Sequence[int]) -> list[int]:
         """The tokens of which a row's text is made at first."""
-        raise NotImplementedError
 
-    def read(self, group: int, row: int, prompt: Sequence[int]) -> None:
+    def read(self, group: int, row: int, prompt: Sequence[int]) -> None:  # noqa: B027  # nothing, but of an encoder
         """What is done with a prompt before its row's first token."""
 
+    @abstractmethod
     def hidden(self, group: int, span: RowSpan, tokens_RT: Tensor, x: Tensor | None) -> Tensor:
         """What this rank's blocks make of the tokens, as a rank holds them.
 
@@ -67,7 +69,6 @@ class Decoder:
             tokens_RT: On the device of the model.
             x: What the blocks of the stage before made of them; None on the first stage.
         """
-        raise NotImplementedError
 
     def empty(self, shape: tuple[int, int]) -> Tensor:
         """As `hidden` gives it for (R, T) tokens, without values."""
