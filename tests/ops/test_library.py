@@ -38,6 +38,9 @@ STEMS = (
     "batch_norm",
     "cross_entropy",
     "attention",
+    "nm_mask",
+    "csr_product",
+    "stripe_search",
 )
 
 
@@ -51,11 +54,15 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
-# Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm")
+IN_TRITON = of_stems(
+    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "nm_mask"
+)
+# Those that torch's own kernels, or the CPU's, answer for on CUDA.
+BY_TORCH = of_stems("depthwise", "batch_norm", "csr_product", "stripe_search")
 DIFFERENTIABLE = {  # with a derivative
-    op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
+    op
+    for op in (IN_TRITON | of_stems("depthwise")) - of_stems("nm_mask")
+    if not op.endswith(("_backward", "_"))
 }
 
 
@@ -128,6 +135,7 @@ COUNTED = {
     "attention_backward": 5 * PRODUCT,
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
+    "csr_product": 2 * 3 * 5,  # three values, five columns
 }
 
 
