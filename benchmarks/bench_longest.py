@@ -44,8 +44,15 @@ SETTINGS: dict[str, tuple[bool, bool, str]] = {
     "BigBird, recomputed": (False, True, PATTERN),
     "fused, recomputed": (False, True, ""),
 }
-# What an allocation that fails says: of torch, of C++, of Python, and of pyops.
-OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "MemoryError", "no memory for")
+# What an allocation that fails says: of torch, of C++, of Python, of pyops, and of an output that a
+# kernel asks torch for.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "bad_alloc",
+    "MemoryError",
+    "no memory for",
+    "aten::new_empty",
+)
 TIMED = "fused, recomputed"  # whose longest length would take hours to find
 CHILD = """
 import resource, sys
