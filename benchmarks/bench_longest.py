@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[bool, bool, str]] = {
     "BigBird, recomputed": (False, True, PATTERN),
     "fused, recomputed": (False, True, ""),
 }
-# Where the search begins if no row says: near what two cores of a laptop found, to save steps.
+# Where the search begins if no row says: near what two cores found, to save steps.
 STARTS = {
     "explicit scores": 1024,
     "explicit scores, recomputed": 3072,
