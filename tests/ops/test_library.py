@@ -188,3 +188,11 @@ def test_use_isa_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="'sse9' is not among"), library.use_isa("sse9"):
         pass
     assert library.isa() in [*library.isas(), "none"]
+
+
+@pytest.mark.cpu_only
+def test_memory_that_torch_does_not_have_is_said_by_name():
+    """A result, or a copy of an operand, of 2^50 bytes."""
+    row = torch.ones(1, 8)
+    with pytest.raises(RuntimeError, match=r"pyops::few_rows_linear.*memory"):
+        torch.ops.pyops.few_rows_linear.default(row, row.expand(1 << 45, 8), None)
