@@ -127,7 +127,7 @@ def sparse(task: TextTask, *, decay: float, decoupled: bool = False) -> float:
 
     def begin(optimizer: Any) -> None:
         options = {"optimizer": optimizer} if decoupled else {}
-        found.append(sparse_training(model, decay=decay, decoupled=decoupled, **options))
+        found.append(sparse_training(model, decay=decay, **options))
 
     task.train(model, begin)
     found[0].finish()

@@ -17,6 +17,7 @@
 #include "attention.h"
 #include "batch_norm.h"
 #include "depthwise.h"
+#include "few_rows.h"
 #include "csr_product.h"
 #include "nm_mask.h"
 #include "stripe_search.h"
@@ -180,6 +181,8 @@ struct Kernels {
                               void* scratch);
     void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
                                void* scratch);
+    // Outputs [first, last) of all rows.
+    void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
     // Units [first, last) of a tensor [units, M, inner]; they begin where a byte of the bits does.
     void (*nm_mask)(const NMSpan& span, int64_t first, int64_t last);
     // Rows [first, last) of a sparse matrix times a dense one.

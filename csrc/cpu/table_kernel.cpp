@@ -43,6 +43,7 @@ void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
 void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
+void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
 void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
 void stripe_windows_kernel(const StripeWindows&, StripeGain*);
@@ -96,6 +97,7 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::channel_rows_kernel,
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
+    PYOPS_ISA::few_rows_kernel,
     PYOPS_ISA::nm_mask_kernel,
     PYOPS_ISA::csr_product_kernel,
     PYOPS_ISA::stripe_windows_kernel,

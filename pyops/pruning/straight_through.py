@@ -131,8 +131,8 @@ def sparse_training(
     model: nn.Module,
     *,
     pattern: NM | None = None,
-    decay: float = 2e-4,
-    decoupled: bool = False,
+    decay: float | None = None,
+    decoupled: bool | None = None,
     optimizer: Any = None,
     only: Sequence[str] | None = None,
 ) -> SparseTraining:
@@ -142,8 +142,10 @@ def sparse_training(
         model: Of pyops.models or anybody's; under tensor parallelism on all ranks alike.
         pattern: None: NM(2, 4).
         decay: What is not alive is drawn towards 0 by it; 0 is the straight-through estimator.
-        decoupled: Do it before each step, as AdamW decays, and not by the gradient.
-        optimizer: Of the parameters; for `decoupled`.
+            None: 1 where it is decoupled, else the paper's 2e-4.
+        decoupled: Do it before each step, as AdamW decays, and not by the gradient. None: where an
+            optimizer is given.
+        optimizer: Of the parameters.
         only: Patterns of names of parameters or layers, ["blocks.*"]; None: matrices and
             convolutions, but for embeddings and the last layer.
 
@@ -157,6 +159,8 @@ def sparse_training(
             such as one of ZeRO, or holds them in another precision, with `decoupled`.
     """
     pattern = pattern or NM()
+    decoupled = optimizer is not None if decoupled is None else decoupled
+    decay = (1.0 if decoupled else 2e-4) if decay is None else decay
     chosen = prunable(model, only)
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no matrix to train with {pattern} weights")

@@ -96,7 +96,7 @@ def test_both_decays_by_hand(kind: Any):
             weight.grad += 0.0 if decoupled else 0.4 * lost
         kind(expected.parameters(), lr=0.1, weight_decay=0.01, eps=1e-2).step()
         optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.01, eps=1e-2)
-        options = {"decoupled": True, "optimizer": optimizer} if decoupled else {}
+        options = {"optimizer": optimizer} if decoupled else {}
         sparse = sparse_training(model, decay=0.4, only=["0"], **options)
         model(x).square().sum().backward()
         optimizer.step()
