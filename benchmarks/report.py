@@ -222,6 +222,12 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
     ),
+    "above the dense loss": lambda row: (
+        f"{row['percent_above_dense']:+.2f} %" if "percent_above_dense" in row else ""
+    ),
+    "share of the magnitude kept": lambda row: ", ".join(
+        f"{name} {share:.4f}" for name, share in row.get("kept_share", {}).items()
+    ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),

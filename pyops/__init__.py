@@ -50,6 +50,7 @@ _ROOMS = frozenset(
         "data",
         "hub",
         "distill",
+        "pruning",
         "hf",
         "elastic",
         "adapters",

@@ -18,6 +18,9 @@
 #include "batch_norm.h"
 #include "depthwise.h"
 #include "few_rows.h"
+#include "csr_product.h"
+#include "nm_mask.h"
+#include "stripe_search.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -180,6 +183,12 @@ struct Kernels {
                                void* scratch);
     // Outputs [first, last) of all rows.
     void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
+    // Units [first, last) of a tensor [units, M, inner]; they begin where a byte of the bits does.
+    void (*nm_mask)(const NMSpan& span, int64_t first, int64_t last);
+    // Rows [first, last) of a sparse matrix times a dense one.
+    void (*csr_product)(const CsrSpan& span, int64_t first, int64_t last);
+    // What is best of STRIPE_LANES windows of two stripes.
+    void (*stripe_windows)(const StripeWindows& windows, StripeGain* gains);
 };
 
 const Kernels& kernels();

@@ -44,6 +44,9 @@ void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
 void few_rows_kernel(const FewRows&, int64_t, int64_t);
+void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
+void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
+void stripe_windows_kernel(const StripeWindows&, StripeGain*);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -95,6 +98,9 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
     PYOPS_ISA::few_rows_kernel,
+    PYOPS_ISA::nm_mask_kernel,
+    PYOPS_ISA::csr_product_kernel,
+    PYOPS_ISA::stripe_windows_kernel,
 };
 
 }  // namespace pyops

@@ -33,6 +33,11 @@ of `torch.ops.pyops`.
                                                        cross_entropy_statistics, _gradient
     attention  attention, attention_with_lse           scores made tile by tile; masks, documents,
                                                        layouts, biases, dropout; differentiable
+    nm_mask    nm_mask                                 N of each M by magnitude, and bits that say
+                                                       which
+    csr_product  csr_product                           a sparse matrix times a dense one
+    stripe_search  stripe_search                       the order of columns that keeps most of a 2:4
+                                                       matrix
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
     symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
                                                        one kernel
@@ -67,6 +72,7 @@ from pyops.ops.optimizers import (
     sgd,
     table,
 )
+from pyops.ops.sparse import csr_product, nm_mask, stripe_search
 
 __all__ = [
     "activation",
@@ -76,6 +82,7 @@ __all__ = [
     "batch_norm",
     "build_info",
     "cross_entropy",
+    "csr_product",
     "depthwise",
     "dropout",
     "few_rows",
@@ -87,6 +94,7 @@ __all__ = [
     "lars",
     "lion",
     "native",
+    "nm_mask",
     "norm",
     "onebit",
     "optim",
@@ -95,6 +103,7 @@ __all__ = [
     "reduce",
     "rotary",
     "sgd",
+    "stripe_search",
     "symmetric",
     "symmetric_step",
     "table",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
 from tests.ops.image_samples import IMAGE_SAMPLES
+from tests.ops.sparse.samples import SPARSE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -425,6 +426,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {},
     ),
     **IMAGE_SAMPLES,
+    **SPARSE_SAMPLES,
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (
         _norm(device, added=False, bias=False),

@@ -39,6 +39,9 @@ STEMS = (
     "few_rows",
     "cross_entropy",
     "attention",
+    "nm_mask",
+    "csr_product",
+    "stripe_search",
 )
 
 
@@ -55,8 +58,15 @@ def of_stems(*stems: str) -> set[str]:
 IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
 # Those that torch's own kernels answer for on CUDA.
 BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows")
+IN_TRITON = of_stems(
+    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "nm_mask"
+)
+# Those that torch's own kernels, or the CPU's, answer for on CUDA.
+BY_TORCH = of_stems("depthwise", "batch_norm", "csr_product", "stripe_search")
 DIFFERENTIABLE = {  # with a derivative
-    op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
+    op
+    for op in (IN_TRITON | of_stems("depthwise")) - of_stems("nm_mask")
+    if not op.endswith(("_backward", "_"))
 }
 
 
@@ -130,6 +140,7 @@ COUNTED = {
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
     "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
+    "csr_product": 2 * 3 * 5,  # three values, five columns
 }
 
 

@@ -39,7 +39,7 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data"],
-    ["hub", "elastic", "distill"],
+    ["hub", "elastic", "distill", "pruning"],
     ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "compress", "cli", "__main__"],
@@ -120,6 +120,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
+        ["sparse"],
         ["symmetric_step", "triton"],
     ],
     "optim": [

@@ -119,6 +119,16 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
+def nm_masks() -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.triton import nm_mask as kernels
+
+    for dtype in (BF16, F32, F64):
+        w = torch.zeros(64, 128, dtype=dtype)
+        yield f"{dtype}", lambda w=w: kernels.nm_mask(w, n=2, m=4, dim=1)
+    kernel = torch.zeros(8, 16, 3, 3, dtype=F16)
+    yield "along channels", lambda: kernels.nm_mask(kernel, n=3, m=8, dim=1)
+
+
 def attentions() -> Iterator[tuple[str, Callable[[], object]]]:
     """All that hides but a layout, all that is added, and dropout."""
     yield from attention_of(BF16, hides=True, num_keys=12)
@@ -168,6 +178,7 @@ STEMS = {
     "activation": activations,
     "dropout": dropouts,
     "rotary": rotaries,
+    "nm_mask": nm_masks,
     "norm": norms,
     "cross_entropy": cross_entropies,
 }
