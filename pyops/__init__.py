@@ -53,6 +53,7 @@ _ROOMS = frozenset(
         "hf",
         "elastic",
         "adapters",
+        "quantized",
         "parallel",
         "plan",
         "config",

@@ -39,7 +39,7 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data"],
-    ["hub", "elastic", "distill"],
+    ["hub", "elastic", "distill", "quantized"],
     ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "cli", "__main__"],
