@@ -17,6 +17,7 @@
 #include "attention.h"
 #include "batch_norm.h"
 #include "depthwise.h"
+#include "fake_quantize.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -177,6 +178,13 @@ struct Kernels {
                               void* scratch);
     void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
                                void* scratch);
+    // Numbers [begin, end); of runs, pieces [first, last) of all runs, each piece's sum for its
+    // scale in `sums`; of rows, a tile, whose sums [channels] are added to. sums: null unless
+    // wanted.
+    void (*fake_quantize)(const FakeQuantizeSpan& span, int64_t begin, int64_t end);
+    void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
+                                   double* sums);
+    void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
 };
 
 const Kernels& kernels();
