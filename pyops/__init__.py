@@ -54,6 +54,7 @@ _ROOMS = frozenset(
         "hf",
         "elastic",
         "adapters",
+        "quantized",
         "parallel",
         "plan",
         "config",

@@ -32,6 +32,7 @@ STEMS = (
     "quantize",
     "activation",
     "dropout",
+    "fake_quantize",
     "rotary",
     "norm",
     "depthwise",
@@ -55,7 +56,9 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
+IN_TRITON = of_stems(
+    "activation", "dropout", "fake_quantize", "rotary", "norm", "cross_entropy", "attention"
+)
 # Those that torch's own kernels answer for on CUDA.
 BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows")
 IN_TRITON = of_stems(

@@ -40,6 +40,7 @@ LAYERS = [
     ],
     ["models", "data"],
     ["hub", "elastic", "distill", "pruning"],
+    ["hub", "elastic", "distill", "quantized"],
     ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "compress", "cli", "__main__"],
