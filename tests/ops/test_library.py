@@ -57,15 +57,17 @@ def of_stems(*stems: str) -> set[str]:
 
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = of_stems(
-    "activation", "dropout", "fake_quantize", "rotary", "norm", "cross_entropy", "attention"
-)
-# Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows")
-IN_TRITON = of_stems(
-    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "nm_mask"
+    "activation",
+    "dropout",
+    "fake_quantize",
+    "rotary",
+    "norm",
+    "cross_entropy",
+    "attention",
+    "nm_mask",
 )
 # Those that torch's own kernels, or the CPU's, answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm", "csr_product", "stripe_search")
+BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "csr_product", "stripe_search")
 DIFFERENTIABLE = {  # with a derivative
     op
     for op in (IN_TRITON | of_stems("depthwise")) - of_stems("nm_mask")
