@@ -54,10 +54,12 @@ _ROOMS = frozenset(
         "hf",
         "elastic",
         "adapters",
+        "quantized",
         "parallel",
         "plan",
         "config",
         "train",
+        "compress",
         "cli",
     ]
 )

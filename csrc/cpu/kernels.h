@@ -21,6 +21,7 @@
 #include "csr_product.h"
 #include "nm_mask.h"
 #include "stripe_search.h"
+#include "fake_quantize.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -189,6 +190,13 @@ struct Kernels {
     void (*csr_product)(const CsrSpan& span, int64_t first, int64_t last);
     // What is best of STRIPE_LANES windows of two stripes.
     void (*stripe_windows)(const StripeWindows& windows, StripeGain* gains);
+    // Numbers [begin, end); of runs, pieces [first, last) of all runs, each piece's sum for its
+    // scale in `sums`; of rows, a tile, whose sums [channels] are added to. sums: null unless
+    // wanted.
+    void (*fake_quantize)(const FakeQuantizeSpan& span, int64_t begin, int64_t end);
+    void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
+                                   double* sums);
+    void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
 };
 
 const Kernels& kernels();

@@ -25,6 +25,8 @@ of `torch.ops.pyops`.
     rotary     rotary                                  rotary positions; differentiable
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
     few_rows   linear                                  a few rows without gradients, for generation
+    fake_quantize  fake_quantize               numbers as few bits would give them back;
+                                               differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
@@ -56,6 +58,7 @@ from pyops.ops.layers import (
     depthwise,
     dropout,
     few_rows,
+    fake_quantize,
     norm,
     rotary,
 )
@@ -86,6 +89,7 @@ __all__ = [
     "depthwise",
     "dropout",
     "few_rows",
+    "fake_quantize",
     "frozen_adam",
     "grad_norm",
     "has_kernel",

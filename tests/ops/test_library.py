@@ -32,6 +32,7 @@ STEMS = (
     "quantize",
     "activation",
     "dropout",
+    "fake_quantize",
     "rotary",
     "norm",
     "depthwise",
@@ -56,7 +57,14 @@ def of_stems(*stems: str) -> set[str]:
 
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = of_stems(
-    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "nm_mask"
+    "activation",
+    "dropout",
+    "fake_quantize",
+    "rotary",
+    "norm",
+    "cross_entropy",
+    "attention",
+    "nm_mask",
 )
 # Those that torch's own kernels, or the CPU's, answer for on CUDA.
 BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "csr_product", "stripe_search")
