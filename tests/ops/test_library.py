@@ -36,6 +36,7 @@ STEMS = (
     "norm",
     "depthwise",
     "batch_norm",
+    "few_rows",
     "cross_entropy",
     "attention",
 )
@@ -53,7 +54,7 @@ def of_stems(*stems: str) -> set[str]:
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
 # Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm")
+BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows")
 DIFFERENTIABLE = {  # with a derivative
     op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
 }
@@ -128,6 +129,7 @@ COUNTED = {
     "attention_backward": 5 * PRODUCT,
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
+    "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
 }
 
 
