@@ -189,6 +189,10 @@ OTHERWISE = {
     "onebit.OneBitLAMBConfig": "options of an optimizer that is tried",
     "onebit.ZeroOneConfig": "options of an optimizer that is tried",
     "pipeline.profile": "measures this process alone",
+    "quantized.Int4": "inputs that share a scale",
+    "quantized.IntN": "inputs that share a scale",
+    "quantized.load": "the ranks that the model was made for, or this process alone",
+    "quantized.save": "the ranks that the model was made for, or this process alone",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",
 }

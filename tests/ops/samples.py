@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
+from tests.ops.code_samples import CODE_SAMPLES
 from tests.ops.image_samples import IMAGE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -425,6 +426,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {},
     ),
     **IMAGE_SAMPLES,
+    **CODE_SAMPLES,
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (
         _norm(device, added=False, bias=False),

@@ -110,6 +110,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
+        ["codes"],
         ["symmetric_step", "triton"],
     ],
     "optim": [
