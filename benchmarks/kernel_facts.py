@@ -33,7 +33,17 @@ import torch
 
 from benchmarks.ahead import Compiled, Machine, compile_launches, machine_code
 
-__all__ = ["CUDA", "TRITON", "Case", "Fact", "elements", "empty", "main", "triton_facts"]
+__all__ = [
+    "CUDA",
+    "TRITON",
+    "WITH_PRODUCTS",
+    "Case",
+    "Fact",
+    "elements",
+    "empty",
+    "main",
+    "triton_facts",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 8192
@@ -161,6 +171,16 @@ def rotaries() -> Iterator[Case]:
             yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
 
 
+def nm_masks() -> Iterator[Case]:
+    """Bytes beside those of two tensors: an eighth of one of bits for each element."""
+    from pyops.ops.triton import nm_mask as kernels
+
+    for dtype in (BF16, F32):
+        w = empty(4096, 4096, dtype=dtype)
+        two_of_four = partial(kernels.nm_mask, w, n=2, m=4, dim=1)
+        yield Case(f"2:4 {_short(dtype)}", two_of_four, 2 * dtype.itemsize, 8)
+
+
 def attentions() -> Iterator[Case]:
     """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
     from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
@@ -195,9 +215,9 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "cross_entropy": cross_entropies,
     "dropout": dropouts,
     "rotary": rotaries,
+    "nm_mask": nm_masks,
 }
-# With matrix products: bytes alone say little of these, and no bound of benchmarks/triton_facts.py
-# is for them.
+# With matrix products, of whose speed bytes alone say little
 WITH_PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {"attention": attentions}
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 COLUMNS = {
@@ -267,6 +287,7 @@ class Fact(NamedTuple):
     machine: Machine
     warps: int
     shared: int
+    grid: int
     issue: float
 
 
@@ -286,7 +307,7 @@ def triton_facts(stem: str, only: Collection[str] | None = None) -> Iterator[Fac
             seen.add(name)
             (machine,) = machine_code(launch.cubin)
             issue = machine.loop * 32 * launch.warps / elements(launch)
-            yield Fact(name, case, machine, launch.warps, launch.shared, issue)
+            yield Fact(name, case, machine, launch.warps, launch.shared, launch.grid, issue)
 
 
 def of_triton(stem: str) -> None:

@@ -50,6 +50,7 @@ _ROOMS = frozenset(
         "data",
         "hub",
         "distill",
+        "pruning",
         "hf",
         "elastic",
         "adapters",
@@ -58,6 +59,7 @@ _ROOMS = frozenset(
         "plan",
         "config",
         "train",
+        "compress",
         "cli",
     ]
 )

@@ -49,6 +49,12 @@ void code_product_kernel(const CodeProduct&, int64_t, int64_t);
 void decode_rows_kernel(const CodeRows&, int64_t, int64_t, float*);
 void int8_linear_kernel(const Int8Linear&, int64_t, int64_t, int64_t, void*);
 void few_rows_kernel(const FewRows&, int64_t, int64_t);
+void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
+void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
+void stripe_windows_kernel(const StripeWindows&, StripeGain*);
+void fake_quantize_kernel(const FakeQuantizeSpan&, int64_t, int64_t);
+void fake_quantize_backward_kernel(const FakeQuantizeSpan&, int64_t, int64_t, double*);
+void fake_quantize_columns_kernel(const FakeQuantizeSpan&, const RowTile&, double*);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -105,6 +111,12 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::decode_rows_kernel,
     PYOPS_ISA::int8_linear_kernel,
     PYOPS_ISA::few_rows_kernel,
+    PYOPS_ISA::nm_mask_kernel,
+    PYOPS_ISA::csr_product_kernel,
+    PYOPS_ISA::stripe_windows_kernel,
+    PYOPS_ISA::fake_quantize_kernel,
+    PYOPS_ISA::fake_quantize_backward_kernel,
+    PYOPS_ISA::fake_quantize_columns_kernel,
 };
 
 }  // namespace pyops

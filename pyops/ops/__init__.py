@@ -25,6 +25,8 @@ of `torch.ops.pyops`.
     rotary     rotary                                  rotary positions; differentiable
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
     few_rows   linear                                  a few rows without gradients, for generation
+    fake_quantize  fake_quantize               numbers as few bits would give them back;
+                                               differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     scaled     quantize_rows, row_extents, scale_product: what surrounds a product of int8
@@ -36,6 +38,11 @@ of `torch.ops.pyops`.
                                                        cross_entropy_statistics, _gradient
     attention  attention, attention_with_lse           scores made tile by tile; masks, documents,
                                                        layouts, biases, dropout; differentiable
+    nm_mask    nm_mask                                 N of each M by magnitude, and bits that say
+                                                       which
+    csr_product  csr_product                           a sparse matrix times a dense one
+    stripe_search  stripe_search                       the order of columns that keeps most of a 2:4
+                                                       matrix
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
     symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
                                                        one kernel
@@ -54,6 +61,7 @@ from pyops.ops.layers import (
     cross_entropy,
     depthwise,
     dropout,
+    fake_quantize,
     few_rows,
     norm,
     rotary,
@@ -71,6 +79,7 @@ from pyops.ops.optimizers import (
     sgd,
     table,
 )
+from pyops.ops.sparse import csr_product, nm_mask, stripe_search
 
 __all__ = [
     "activation",
@@ -81,8 +90,10 @@ __all__ = [
     "build_info",
     "code_rows",
     "cross_entropy",
+    "csr_product",
     "depthwise",
     "dropout",
+    "fake_quantize",
     "few_rows",
     "frozen_adam",
     "grad_norm",
@@ -93,6 +104,7 @@ __all__ = [
     "lars",
     "lion",
     "native",
+    "nm_mask",
     "norm",
     "onebit",
     "optim",
@@ -102,6 +114,7 @@ __all__ = [
     "rotary",
     "scaled",
     "sgd",
+    "stripe_search",
     "symmetric",
     "symmetric_step",
     "table",

@@ -32,6 +32,7 @@ STEMS = (
     "quantize",
     "activation",
     "dropout",
+    "fake_quantize",
     "rotary",
     "norm",
     "depthwise",
@@ -42,6 +43,9 @@ STEMS = (
     "few_rows",
     "cross_entropy",
     "attention",
+    "nm_mask",
+    "csr_product",
+    "stripe_search",
 )
 
 
@@ -57,12 +61,23 @@ def of_stems(*stems: str) -> set[str]:
 # Kernels for CUDA in Triton: there wherever triton is.
 OF_CODES = of_stems("scaled", "code_rows") - {"decode_rows"}
 IN_TRITON = OF_CODES | of_stems(
-    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention"
+    "activation",
+    "dropout",
+    "fake_quantize",
+    "rotary",
+    "norm",
+    "cross_entropy",
+    "attention",
+    "nm_mask",
 )
-# Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "int8_linear") | {"decode_rows"}
+# Those that torch's own kernels, or the CPU's, answer for on CUDA.
+BY_TORCH = {"decode_rows"} | of_stems(
+    "depthwise", "batch_norm", "few_rows", "int8_linear", "csr_product", "stripe_search"
+)
 DIFFERENTIABLE = {  # with a derivative
-    op for op in IN_TRITON - OF_CODES | of_stems("depthwise") if not op.endswith(("_backward", "_"))
+    op
+    for op in (IN_TRITON | of_stems("depthwise")) - OF_CODES - of_stems("nm_mask")
+    if not op.endswith(("_backward", "_"))
 }
 
 
@@ -138,6 +153,7 @@ COUNTED = {
     "code_rows_product": 2 * 3 * 24 * 5,
     "int8_linear": 2 * 3 * 26 * 20,
     "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
+    "csr_product": 2 * 3 * 5,  # three values, five columns
 }
 
 
@@ -196,3 +212,11 @@ def test_use_isa_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="'sse9' is not among"), library.use_isa("sse9"):
         pass
     assert library.isa() in [*library.isas(), "none"]
+
+
+@pytest.mark.cpu_only
+def test_memory_that_torch_does_not_have_is_said_by_name():
+    """A result, or a copy of an operand, of 2^50 bytes."""
+    row = torch.ones(1, 8)
+    with pytest.raises(RuntimeError, match=r"pyops::few_rows_linear.*memory"):
+        torch.ops.pyops.few_rows_linear.default(row, row.expand(1 << 45, 8), None)
