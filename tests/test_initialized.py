@@ -191,6 +191,10 @@ OTHERWISE = {
     "pruning.load": "the ranks that the model was made for, or this process alone",
     "pruning.save": "the ranks that the model was made for, or this process alone",
     "pipeline.profile": "measures this process alone",
+    "quantized.Int4": "inputs that share a scale",
+    "quantized.IntN": "inputs that share a scale",
+    "quantized.load": "the ranks that the model was made for, or this process alone",
+    "quantized.save": "the ranks that the model was made for, or this process alone",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",
 }
