@@ -66,15 +66,12 @@ def context_messages(case: Case, layout: Layout, attention: Pass) -> tuple[float
     if layout.cp == 1:
         return 0.0, 0.0
     link = group_link(case.cluster, ranks=layout.cp, stride=layout.tp)
-    element = ELEMENT_BYTES[case.precision]
-    found = []
-    for backward in (False, True):
-        each = received(case.shape, layout, backward=backward)
-        nbytes = layout.micro_batch * (element * each.numbers + 4.0 * each.in_fp32)
-        seconds = each.hops * link.latency + nbytes / link.speed
+    cost, found = received(case.shape, layout, precision=case.precision), []
+    for each, hides in ((cost.forward, 1.0), (cost.backward, 2.5)):
+        nbytes = layout.micro_batch * each.received_bytes
+        seconds = each.messages * link.latency + nbytes / link.speed
         if layout.cp_method == "ring":  # the next part comes while the part at hand is computed
-            hide = attention.attention * (2.5 if backward else 1.0)
-            seconds = exposed(seconds, hide, link, case.software)
+            seconds = exposed(seconds, hides * attention.attention, link, case.software)
         found.append(seconds)
     return found[0], found[1]
 
