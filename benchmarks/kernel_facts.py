@@ -171,6 +171,16 @@ def rotaries() -> Iterator[Case]:
             yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
 
 
+def nm_masks() -> Iterator[Case]:
+    """Bytes beside those of two tensors: an eighth of one of bits for each element."""
+    from pyops.ops.triton import nm_mask as kernels
+
+    for dtype in (BF16, F32):
+        w = empty(4096, 4096, dtype=dtype)
+        two_of_four = partial(kernels.nm_mask, w, n=2, m=4, dim=1)
+        yield Case(f"2:4 {_short(dtype)}", two_of_four, 2 * dtype.itemsize, 8)
+
+
 def attentions() -> Iterator[Case]:
     """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
     from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
@@ -205,6 +215,7 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "cross_entropy": cross_entropies,
     "dropout": dropouts,
     "rotary": rotaries,
+    "nm_mask": nm_masks,
 }
 # With matrix products, of whose speed bytes alone say little
 WITH_PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {"attention": attentions}

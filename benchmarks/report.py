@@ -167,6 +167,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "worst of all": lambda row: ", ".join(
         f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()
     ),
+    "MB on disk, of before": lambda row: (
+        f"{row['disk_bytes'] / 1e6:.2f}, {row['of_disk_bytes']:.0%}" if "disk_bytes" in row else ""
+    ),
     "accuracy": lambda row: (
         f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else ""
     ),
@@ -218,6 +221,12 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     ),
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
+    ),
+    "above the dense loss": lambda row: (
+        f"{row['percent_above_dense']:+.2f} %" if "percent_above_dense" in row else ""
+    ),
+    "share of the magnitude kept": lambda row: ", ".join(
+        f"{name} {share:.4f}" for name, share in row.get("kept_share", {}).items()
     ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""

@@ -97,6 +97,8 @@ BOUNDS = {
     "rotary: pairs bf16: rotary": (40, 13),
     "rotary: halves fp32: rotary": (40, 11),
     "rotary: pairs fp32: rotary": (40, 13),
+    "nm_mask: 2:4 bf16: nm_mask": (56, 12),
+    "nm_mask: 2:4 fp32: nm_mask": (48, 12),
 }
 COLUMN_SUM = (56, 14)
 SPILLED = {  # bytes

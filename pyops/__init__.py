@@ -50,13 +50,16 @@ _ROOMS = frozenset(
         "data",
         "hub",
         "distill",
+        "pruning",
         "hf",
         "elastic",
         "adapters",
+        "quantized",
         "parallel",
         "plan",
         "config",
         "train",
+        "compress",
         "cli",
     ]
 )

@@ -188,6 +188,8 @@ OTHERWISE = {
     "onebit.OneBitConfig": "options of an optimizer that is tried",
     "onebit.OneBitLAMBConfig": "options of an optimizer that is tried",
     "onebit.ZeroOneConfig": "options of an optimizer that is tried",
+    "pruning.load": "the ranks that the model was made for, or this process alone",
+    "pruning.save": "the ranks that the model was made for, or this process alone",
     "pipeline.profile": "measures this process alone",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",

@@ -17,6 +17,11 @@
 #include "attention.h"
 #include "batch_norm.h"
 #include "depthwise.h"
+#include "few_rows.h"
+#include "csr_product.h"
+#include "nm_mask.h"
+#include "stripe_search.h"
+#include "fake_quantize.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -177,6 +182,21 @@ struct Kernels {
                               void* scratch);
     void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
                                void* scratch);
+    // Outputs [first, last) of all rows.
+    void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
+    // Units [first, last) of a tensor [units, M, inner]; they begin where a byte of the bits does.
+    void (*nm_mask)(const NMSpan& span, int64_t first, int64_t last);
+    // Rows [first, last) of a sparse matrix times a dense one.
+    void (*csr_product)(const CsrSpan& span, int64_t first, int64_t last);
+    // What is best of STRIPE_LANES windows of two stripes.
+    void (*stripe_windows)(const StripeWindows& windows, StripeGain* gains);
+    // Numbers [begin, end); of runs, pieces [first, last) of all runs, each piece's sum for its
+    // scale in `sums`; of rows, a tile, whose sums [channels] are added to. sums: null unless
+    // wanted.
+    void (*fake_quantize)(const FakeQuantizeSpan& span, int64_t begin, int64_t end);
+    void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
+                                   double* sums);
+    void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
 };
 
 const Kernels& kernels();

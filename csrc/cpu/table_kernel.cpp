@@ -43,6 +43,13 @@ void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
 void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
+void few_rows_kernel(const FewRows&, int64_t, int64_t);
+void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
+void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
+void stripe_windows_kernel(const StripeWindows&, StripeGain*);
+void fake_quantize_kernel(const FakeQuantizeSpan&, int64_t, int64_t);
+void fake_quantize_backward_kernel(const FakeQuantizeSpan&, int64_t, int64_t, double*);
+void fake_quantize_columns_kernel(const FakeQuantizeSpan&, const RowTile&, double*);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -93,6 +100,13 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::channel_rows_kernel,
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
+    PYOPS_ISA::few_rows_kernel,
+    PYOPS_ISA::nm_mask_kernel,
+    PYOPS_ISA::csr_product_kernel,
+    PYOPS_ISA::stripe_windows_kernel,
+    PYOPS_ISA::fake_quantize_kernel,
+    PYOPS_ISA::fake_quantize_backward_kernel,
+    PYOPS_ISA::fake_quantize_columns_kernel,
 };
 
 }  // namespace pyops

@@ -12,6 +12,7 @@ steps, is a slice of the buffer: nothing is copied in or out.
 """
 
 from pyops.flat.buffer import FlatBuffer
+from pyops.flat.channels import ChannelPart, ChannelSet
 from pyops.flat.layout import ALIGNMENT, FlatLayout
 from pyops.flat.placement import Cut, Placement
 from pyops.flat.places import InPlace, check_free, check_watches, claim, release, watches_of
@@ -29,6 +30,8 @@ from pyops.flat.shard import (
 __all__ = [
     "ALIGNMENT",
     "Box",
+    "ChannelPart",
+    "ChannelSet",
     "Cut",
     "FlatBuffer",
     "FlatLayout",

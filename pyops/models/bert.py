@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.context_parallel import ContextRanks
+from pyops.flat import ChannelPart, ChannelSet
 from pyops.mesh import ALONE
 from pyops.models.config_checks import (
     ACTIVATIONS,
@@ -46,6 +47,7 @@ from pyops.tensor_parallel import (
     initialize_model_,
     set_dropout,
 )
+from pyops.tensor_parallel.layers.channels import inner_channels, stream
 
 __all__ = ["BERT", "BERTConfig"]
 
@@ -308,6 +310,21 @@ class BERT(SharedRows):
         """The modules whose composition gives the logits of tokens, in order: embedding, blocks,
         head."""
         return [self.embedding, *self.blocks, self.head]
+
+    def permutations(self) -> list[ChannelSet]:
+        """The channels whose order is free: those of the residual stream, with the head's, whose
+        last matrix may be the embedding's table, and those within layers."""
+        learned = self.config.positions == "learned"
+        others = [
+            ChannelPart("embedding.kind.weight", 1),
+            *([ChannelPart("embedding.position.weight", 1)] if learned else []),
+            ChannelPart("head.dense.weight", 1, reads=True),
+            ChannelPart("head.dense.weight", 0),
+            ChannelPart("head.dense.bias", 0),
+            *([ChannelPart("pooler.weight", 1, reads=True)] if self.config.pooled_head else []),
+        ]
+        whole = stream(self, self.config.dim, others)
+        return [whole, *inner_channels(self, rotary=not learned)]
 
     def encode(
         self, tokens_BT: Tensor, *, types_BT: Tensor | None = None, mask_BT: Tensor | None = None

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pyops.attention import document_positions
 from pyops.context_parallel import ContextRanks
+from pyops.flat import ChannelPart, ChannelSet
 from pyops.mesh import ALONE
 from pyops.models.config_checks import (
     ACTIVATIONS,
@@ -50,6 +51,7 @@ from pyops.tensor_parallel import (
     initialize_model_,
     set_dropout,
 )
+from pyops.tensor_parallel.layers.channels import inner_channels, stream
 
 __all__ = ["GPT", "GPTBlock", "GPTConfig", "GPTEmbedding", "GPTHead"]
 
@@ -393,6 +395,14 @@ class GPT(SharedRows):
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
         return [self.embedding, *self.blocks, self.head]
+
+    def permutations(self) -> list[ChannelSet]:
+        """The channels whose order is free: those of the residual stream, and those within
+        layers."""
+        learned = self.config.positions == "learned"
+        others = [ChannelPart("embedding.position.weight", 1)] if learned else []
+        whole = stream(self, self.config.dim, others)
+        return [whole, *inner_channels(self, rotary=not learned)]
 
     def keep_layers(self, numbers: Collection[int]) -> None:
         """Let go of all `layers()` but these, for a rank that has a part of the model: names stay

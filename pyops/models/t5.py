@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.context_parallel import ContextRanks
+from pyops.flat import ChannelSet
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
 from pyops.models.context import SharedRows, TokenContext
@@ -44,6 +45,7 @@ from pyops.tensor_parallel import (
     set_dropout,
 )
 from pyops.tensor_parallel.functional.scores import DistanceBias
+from pyops.tensor_parallel.layers.channels import inner_channels, stream
 
 __all__ = ["T5", "T5Config"]
 
@@ -369,6 +371,11 @@ class T5(SharedRows):
             if isinstance(module, T5Block):  # scores are not scaled, so queries begin small
                 width = self.config.head_width
                 module.attention.qkv.weight.unflatten(0, (-1, 3, width))[:, 0].mul_(width**-0.5)
+
+    def permutations(self) -> list[ChannelSet]:
+        """The channels whose order is free: those of the residual stream, which encoder and decoder
+        share as they share the embedding, and those within layers."""
+        return [stream(self, self.config.dim), *inner_channels(self)]
 
     def encode(self, tokens_BS: Tensor, *, mask_BS: Tensor | None = None) -> Tensor:
         """The memory_BSD, as a rank holds tokens."""

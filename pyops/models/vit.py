@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.context_parallel import ContextRanks
+from pyops.flat import ChannelPart, ChannelSet
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
 from pyops.models.context import SharedRows, TokenContext
@@ -37,6 +38,7 @@ from pyops.tensor_parallel import (
     initialize_model_,
     set_dropout,
 )
+from pyops.tensor_parallel.layers.channels import inner_channels, stream
 
 __all__ = ["ViT", "ViTConfig"]
 
@@ -265,6 +267,18 @@ class ViT(SharedRows):
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
         return [self.embedding, *self.blocks, self.head]
+
+    def permutations(self) -> list[ChannelSet]:
+        """The channels whose order is free: those of the residual stream, and those within
+        layers."""
+        others = [
+            ChannelPart("embedding.patch.weight", 0),
+            ChannelPart("embedding.patch.bias", 0),
+            ChannelPart("embedding.first", 1),
+            ChannelPart("embedding.position", 1),
+            ChannelPart("head.output.weight", 1),
+        ]
+        return [stream(self, self.config.dim, others), *inner_channels(self)]
 
     def forward(
         self, images_BCSS: Tensor, labels_B: Tensor | None = None, *, reduction: str = "mean"

@@ -24,6 +24,9 @@ of `torch.ops.pyops`.
     dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
     rotary     rotary                                  rotary positions; differentiable
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
+    few_rows   linear                                  a few rows without gradients, for generation
+    fake_quantize  fake_quantize               numbers as few bits would give them back;
+                                               differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
@@ -32,6 +35,11 @@ of `torch.ops.pyops`.
                                                        cross_entropy_statistics, _gradient
     attention  attention, attention_with_lse           scores made tile by tile; masks, documents,
                                                        layouts, biases, dropout; differentiable
+    nm_mask    nm_mask                                 N of each M by magnitude, and bits that say
+                                                       which
+    csr_product  csr_product                           a sparse matrix times a dense one
+    stripe_search  stripe_search                       the order of columns that keeps most of a 2:4
+                                                       matrix
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
     symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
                                                        one kernel
@@ -49,6 +57,8 @@ from pyops.ops.layers import (
     cross_entropy,
     depthwise,
     dropout,
+    few_rows,
+    fake_quantize,
     norm,
     rotary,
 )
@@ -65,6 +75,7 @@ from pyops.ops.optimizers import (
     sgd,
     table,
 )
+from pyops.ops.sparse import csr_product, nm_mask, stripe_search
 
 __all__ = [
     "activation",
@@ -74,8 +85,11 @@ __all__ = [
     "batch_norm",
     "build_info",
     "cross_entropy",
+    "csr_product",
     "depthwise",
     "dropout",
+    "few_rows",
+    "fake_quantize",
     "frozen_adam",
     "grad_norm",
     "has_kernel",
@@ -84,6 +98,7 @@ __all__ = [
     "lars",
     "lion",
     "native",
+    "nm_mask",
     "norm",
     "onebit",
     "optim",
@@ -92,6 +107,7 @@ __all__ = [
     "reduce",
     "rotary",
     "sgd",
+    "stripe_search",
     "symmetric",
     "symmetric_step",
     "table",

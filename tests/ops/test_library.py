@@ -32,12 +32,17 @@ STEMS = (
     "quantize",
     "activation",
     "dropout",
+    "fake_quantize",
     "rotary",
     "norm",
     "depthwise",
     "batch_norm",
+    "few_rows",
     "cross_entropy",
     "attention",
+    "nm_mask",
+    "csr_product",
+    "stripe_search",
 )
 
 
@@ -51,11 +56,22 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
-# Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm")
+IN_TRITON = of_stems(
+    "activation",
+    "dropout",
+    "fake_quantize",
+    "rotary",
+    "norm",
+    "cross_entropy",
+    "attention",
+    "nm_mask",
+)
+# Those that torch's own kernels, or the CPU's, answer for on CUDA.
+BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "csr_product", "stripe_search")
 DIFFERENTIABLE = {  # with a derivative
-    op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
+    op
+    for op in (IN_TRITON | of_stems("depthwise")) - of_stems("nm_mask")
+    if not op.endswith(("_backward", "_"))
 }
 
 
@@ -128,6 +144,8 @@ COUNTED = {
     "attention_backward": 5 * PRODUCT,
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
+    "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
+    "csr_product": 2 * 3 * 5,  # three values, five columns
 }
 
 
@@ -186,3 +204,11 @@ def test_use_isa_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="'sse9' is not among"), library.use_isa("sse9"):
         pass
     assert library.isa() in [*library.isas(), "none"]
+
+
+@pytest.mark.cpu_only
+def test_memory_that_torch_does_not_have_is_said_by_name():
+    """A result, or a copy of an operand, of 2^50 bytes."""
+    row = torch.ones(1, 8)
+    with pytest.raises(RuntimeError, match=r"pyops::few_rows_linear.*memory"):
+        torch.ops.pyops.few_rows_linear.default(row, row.expand(1 << 45, 8), None)

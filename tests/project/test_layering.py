@@ -39,15 +39,16 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data"],
-    ["hub", "elastic", "distill"],
+    ["hub", "elastic", "distill", "pruning", "quantized"],
     ["adapters", "parallel"],
     ["plan"],
-    ["hf", "config", "train", "cli", "__main__"],
+    ["hf", "config", "train", "compress", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 SAME_LAYER_ALLOWED = {
     "train": {"config"},
-    "cli": {"train", "config"},
+    "compress": {"train", "config"},
+    "cli": {"train", "config", "compress"},
     "__main__": {"cli"},
 }
 
@@ -70,6 +71,15 @@ FLOORS = {
         ["convert"],
     ],
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
+    "compress": [
+        ["folders", "steps"],
+        ["settings"],
+        ["text"],
+        ["learning", "measuring"],
+        ["methods", "report"],
+        ["picture"],
+        ["run"],
+    ],
     "data": [
         ["bigram", "corpus", "images"],
         ["characters", "digits", "row_order", "tokenizer"],
@@ -110,6 +120,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
+        ["sparse"],
         ["symmetric_step", "triton"],
     ],
     "optim": [

@@ -41,7 +41,7 @@ class ThreadWork(Work):
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
         self._function: Callable[[], Tensor] | None = function
-        self._done = threading.Event()
+        self.done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -52,10 +52,10 @@ class ThreadWork(Work):
         except BaseException as error:
             self._error = error
         self._function = None  # and the tensors that it holds
-        self._done.set()
+        self.done.set()
 
     def wait(self) -> Tensor:
-        self._done.wait()
+        self.done.wait()
         if self._error is not None:
             raise self._error
         # its memory is of the thread's stream, and must not be used there again before this one's
@@ -65,7 +65,7 @@ class ThreadWork(Work):
         return self._result
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self.done.is_set()
 
 
 class StreamWork(Work):
@@ -86,8 +86,12 @@ class StreamWork(Work):
 
 
 def _serve(inbox: queue.SimpleQueue[ThreadWork | None]) -> None:
-    while (work := inbox.get()) is not None:
+    while True:
+        work = inbox.get()
+        if work is None:
+            return
         work.run()
+        del work  # its result belongs to the caller, while this thread waits for the next one
 
 
 class Worker:
@@ -98,11 +102,11 @@ class Worker:
         self._name = name
         self._inbox: queue.SimpleQueue[ThreadWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: ThreadWork | None = None
+        self._last: threading.Event | None = None  # that of a work, which would hold its result
 
     @property
     def busy(self) -> bool:
-        return self._last is not None and not self._last.is_completed()
+        return self._last is not None and not self._last.is_set()
 
     def submit(self, function: Callable[[], Tensor]) -> ThreadWork:
         if self._thread is None:
@@ -115,7 +119,7 @@ class Worker:
             stop.atexit = False
             atexit.register(_stop_at_exit, weakref.ref(self))
         work = ThreadWork(function)
-        self._last = work
+        self._last = work.done
         self._inbox.put(work)
         return work
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.flat import Placement
+from pyops.flat import ChannelPart, ChannelSet, Placement
+from pyops.flat.channels import written
 from pyops.models.coatnet.config import BlockShape, CoAtNetConfig
 from pyops.models.coatnet.downsampling import Shortcut, halved
 from pyops.models.coatnet.norms import ImageNorm, channels_first
@@ -118,6 +119,27 @@ class ConvolutionBlock(nn.Module):
             **layout.parallel,
         )
         self.drop = StochasticDepth(drop)
+
+    def channels(self) -> list[ChannelSet]:
+        """The inner channels, from the first 1 x 1 to the last, with all that lies between."""
+        parts = (
+            *written("expand", bias=False),
+            *self.norm1.channel_parts("norm1"),
+            *self.norm2.channel_parts("norm2"),
+            ChannelPart("depthwise.weight"),
+            ChannelPart("se.squeeze.weight", 1, reads=True),
+            *written("se.excite", bias=True),
+            ChannelPart("project.weight", 1, reads=True),
+        )
+        return [ChannelSet("inner", self.shape.inner, parts)]
+
+    def stream_parts(self) -> tuple[tuple[ChannelPart, ...], tuple[ChannelPart, ...]]:
+        """Where the channels of x lie in the block, and those of its result."""
+        reads = (
+            *self.pre_norm.channel_parts("pre_norm"),
+            ChannelPart("expand.weight", 1, reads=True),
+        )
+        return reads, written("project", bias=self.project.bias is not None)
 
     def _stride(self, where: str) -> int:
         return self.shape.stride if self.stride_in == where else 1

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.flat import ChannelPart, ChannelSet
+from pyops.flat.channels import written
 from pyops.mesh import ALONE
 from pyops.models.coatnet.batch_norm import GroupBatchNorm2d
 from pyops.models.coatnet.config import BlockShape, CoAtNetConfig
@@ -37,6 +39,7 @@ from pyops.tensor_parallel import (
     initialize_model_,
     set_dropout,
 )
+from pyops.tensor_parallel.layers.channels import inner_channels
 
 __all__ = ["CoAtNet"]
 
@@ -139,6 +142,48 @@ class CoAtNet(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: stem, blocks, head."""
         return [self.stem, *self.blocks, self.head]
+
+    def permutations(self) -> list[ChannelSet]:
+        """The channels whose order is free: those between blocks, from one change of the width to
+        the next, those of stem and head, and those within layers."""
+        if not hasattr(self, "stem") or not hasattr(self, "head"):
+            raise ValueError(
+                "this CoAtNet is a part of a model, whose channels go on in others; permute the "
+                "whole model before a pipeline takes it apart"
+            )
+        hidden = len(self.stem.conv1.weight)
+        stem = (
+            ChannelPart("stem.conv1.weight"),
+            *self.stem.norm.channel_parts("stem.norm"),
+            ChannelPart("stem.conv2.weight", 1, reads=True),
+        )
+        found = [ChannelSet("stem.hidden", hidden, stem), *self._streams()]
+        if self.head.hidden is not None:
+            rows = written("head.hidden", bias=True)
+            parts = (*rows, ChannelPart("head.output.weight", 1))
+            found.append(ChannelSet("head.hidden", self.config.widths[-1], parts))
+        return [*found, *inner_channels(self)]
+
+    def _streams(self) -> list[ChannelSet]:
+        """What the blocks pass on, a set for each width."""
+        found: list[ChannelSet] = []
+        width, parts = self.config.stem_width, [ChannelPart("stem.conv2.weight")]
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, ConvolutionBlock | TransformerBlock)
+            prefix = f"blocks.{i}"
+            reads, results = block.stream_parts()
+            parts += [part.under(prefix) for part in reads]
+            if block.shortcut.weight is not None:
+                parts.append(ChannelPart(f"{prefix}.shortcut.weight", 1, reads=True))
+                found.append(ChannelSet(f"stream.{len(found)}", width, tuple(parts)))
+                biased = block.shortcut.bias is not None
+                rows = written("shortcut", bias=biased)
+                width, parts = block.shape.width, [part.under(prefix) for part in rows]
+            parts += [part.under(prefix) for part in results]
+        parts += [ChannelPart("head.norm.weight"), ChannelPart("head.norm.bias")]
+        last = "output" if self.head.hidden is None else "hidden"
+        parts.append(ChannelPart(f"head.{last}.weight", 1, reads=last == "hidden"))
+        return [*found, ChannelSet(f"stream.{len(found)}", width, tuple(parts))]
 
     def keep_layers(self, numbers: Collection[int]) -> None:
         """Let go of all `layers()` but these, for a rank that has a part of the model: names stay

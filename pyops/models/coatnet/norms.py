@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pyops.flat import Placement
+from pyops.flat import ChannelPart, Placement
 from pyops.models.coatnet.batch_norm import GroupBatchNorm2d
 from pyops.models.coatnet.config import CoAtNetConfig
 from pyops.models.model_layout import ModelLayout
@@ -64,6 +64,12 @@ class ImageNorm(nn.Module):
         cut = Placement.cut((channels,), dim=0, rank=ranks.rank, ranks=ranks.size)
         whole = Placement.whole((channels,), rank=ranks.rank, ranks=ranks.size)
         self.norm.placements = dict.fromkeys(("weight", "bias"), cut if shared else whole)  # type: ignore[assignment]
+
+    def channel_parts(self, name: str) -> tuple[ChannelPart, ...]:
+        """Where the channels lie in the norm, which is called `name`: also those of running
+        statistics."""
+        own = [*self.norm.named_parameters(), *self.norm.named_buffers()]
+        return tuple(ChannelPart(f"{name}.norm.{key}") for key, value in own if value.dim())
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """float64 [C] each: what a batch norm does in eval mode, x scale + shift."""

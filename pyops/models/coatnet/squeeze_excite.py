@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pyops.flat import ChannelPart, ChannelSet
+from pyops.flat.channels import written
 from pyops.models.model_layout import ModelLayout
 from pyops.ops.layers.activation import bias_activation
 from pyops.tensor_parallel import ColumnConfig, ColumnParallelLinear, RowConfig, RowParallelLinear
@@ -39,6 +41,12 @@ class SqueezeExcite(nn.Module):
         self.excite = ColumnParallelLinear(
             squeezed, channels, config=ColumnConfig(seed=None), **layout.parallel
         )
+
+    def channels(self) -> list[ChannelSet]:
+        """Those between W1 and W2."""
+        rows = written("squeeze", bias=True)
+        width = self.squeeze.out_features
+        return [ChannelSet("squeezed", width, (*rows, ChannelPart("excite.weight", 1, reads=True)))]
 
     def forward(self, x_BHWC: Tensor) -> Tensor:
         means_BC = x_BHWC.mean(dim=(1, 2))

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pyops.flat import ChannelPart, ChannelSet
+from pyops.flat.channels import written
 from pyops.models.coatnet.config import EXPANSION, BlockShape, CoAtNetConfig
 from pyops.models.coatnet.downsampling import Shortcut, halved
 from pyops.models.coatnet.relative_bias import RelativeBias2d
@@ -68,6 +70,18 @@ class RelativeAttention(nn.Module):
             **layout.parallel,
         )
 
+    def channels(self) -> list[ChannelSet]:
+        """Of each head the channels of values, and those of queries and keys."""
+        K, found = self.head_dim, []
+        for head in range(self.output.in_features // K):
+            queries, keys, values = (
+                written("qkv", starts=[(3 * head + i) * K], bias=True) for i in range(3)
+            )
+            output = ChannelPart("output.weight", 1, (head * K,), reads=True)
+            found.append(ChannelSet(f"values.{head}", K, (*values, output)))
+            found.append(ChannelSet(f"scores.{head}", K, (*queries, *keys)))
+        return found
+
     def forward(self, x_BHWC: Tensor) -> Tensor:
         grid = x_BHWC.shape[1:3]
         if tuple(grid) != self.bias.grid:
@@ -113,12 +127,29 @@ class TransformerBlock(nn.Module):
             self.scale1, self.scale2 = (layout.parameter(shape.width) for _ in range(2))
         self.drop1, self.drop2 = (StochasticDepth(drop) for _ in range(2))
 
+    def stream_parts(self) -> tuple[tuple[ChannelPart, ...], tuple[ChannelPart, ...]]:
+        """Where the channels of x lie in the block, and those of its result."""
+        reads = (*_norm_parts("norm1"), ChannelPart("attention.qkv.weight", 1, reads=True))
+        scales = ("scale1", "scale2") if self.scale1 is not None else ()
+        results = (
+            *written("attention.output", bias=True),
+            *_norm_parts("norm2"),
+            ChannelPart("mlp.up.weight", 1, reads=True),
+            *written("mlp.down", bias=True),
+            *(ChannelPart(name) for name in scales),
+        )
+        return reads, results
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         y = self.attention(halved(y, self.pool) if self.pool else y)
         x = self.shortcut(x) + self.drop1(_scaled(y, self.scale1))
         result: Tensor = x + self.drop2(_scaled(self.mlp(self.norm2(x)), self.scale2))
         return result
+
+
+def _norm_parts(name: str) -> tuple[ChannelPart, ...]:
+    return ChannelPart(f"{name}.weight"), ChannelPart(f"{name}.bias")
 
 
 def _scaled(y: Tensor, scale: torch.Tensor | None) -> Tensor:

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from pyops.attention import Pattern, PatternLayouts
 from pyops.attention.layouts import shared_layouts
+from pyops.flat import ChannelPart, ChannelSet
+from pyops.flat.channels import written
 from pyops.ops.attention import BlockLayout
 from pyops.ops.layers.dropout import dropout_state
 from pyops.ops.layers.rotary import rotary as turn
@@ -163,6 +165,31 @@ class ParallelAttention(nn.Module):
         )
         bias = config.bias if config.out_bias is None else config.out_bias
         self.output = RowParallelLinear(H * K, dim, bias=bias, config=output, **where)
+
+    def channels(self) -> list[ChannelSet]:
+        """Of each group of heads that share keys and values: the channels of values, which are
+        columns of output, and those of queries and keys, whose scores do not depend on their order
+        unless rotary positions turn them (the model knows)."""
+        K, found = self.head_dim, []
+        for g in range(self.num_kv_heads):
+            heads = [h * K for h in range(g * self.per_group, (g + 1) * self.per_group)]
+            if self.merged:
+                first = 3 * g * K
+                queries = written("qkv", starts=[first], bias=self.qkv.bias is not None)
+                keys, values = (
+                    written("qkv", starts=[first + i * K], bias=self.qkv.bias is not None)
+                    for i in (1, 2)
+                )
+            else:
+                queries = written("q", starts=heads, bias=self.q.bias is not None)
+                keys, values = (
+                    written("kv", starts=[(2 * g + i) * K], bias=self.kv.bias is not None)
+                    for i in (0, 1)
+                )
+            output = ChannelPart("output.weight", 1, tuple(heads), reads=True)
+            found.append(ChannelSet(f"values.{g}", K, (*values, output)))
+            found.append(ChannelSet(f"scores.{g}", K, (*queries, *keys)))
+        return found
 
     def _layouts(self, pattern: Pattern, config: AttentionConfig) -> PatternLayouts:
         """Of the heads of this rank, those of padding among them."""

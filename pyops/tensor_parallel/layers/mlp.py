@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from pyops.flat import ChannelPart, ChannelSet
+from pyops.flat.channels import written
 from pyops.ops.layers.activation import ACTIVATIONS, bias_activation, bias_gated
 from pyops.ops.layers.dropout import dropout, dropout_state
 from pyops.tensor_parallel.functional.keywords import check_probability, refuse_keywords
@@ -106,6 +108,13 @@ class ParallelMLP(nn.Module):
         prefix = name + "." if name else ""
         self.up.reset_parameters(seed=seed, name=prefix + "up")
         self.down.reset_parameters(seed=seed, name=prefix + "down")
+
+    def channels(self) -> list[ChannelSet]:
+        """The inner channels: rows of up (and gate) and of their bias, columns of down."""
+        rows = written("up", dim=1 if self.gated else 0, bias=self.up.bias is not None)
+        return [
+            ChannelSet("hidden", self.hidden, (*rows, ChannelPart("down.weight", 1, reads=True)))
+        ]
 
     def set_dropout_state(
         self,

@@ -313,7 +313,11 @@ class UnshardHooks:
         unit.open = None
         again = _in_backward()
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
-        if not unit.wide and not unit.is_root and any(unit.holds(t) for t in tensors):
+        # In a recomputation the modules within a unit come by themselves: what they return stays in
+        # the unit, which backward holds whole.
+        within = again and module is not unit.module
+        leaves = not unit.wide and not unit.is_root and not within
+        if leaves and any(unit.holds(t) for t in tensors):
             self._widen(
                 unit,
                 f"{type(module).__name__} returns a parameter of {unit.name}, or a view of one",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+
 import pytest
 import torch
 
@@ -28,6 +31,20 @@ def test_works_run_in_order_and_an_error_belongs_to_its_work_alone():
     worker.stop()
 
 
+def test_a_result_goes_with_its_caller():
+    """Though no later work comes: the thread that waits for one holds nothing."""
+    worker = Worker("test")
+    result = worker.submit(lambda: torch.ones(3)).wait()
+    alive = weakref.ref(result)
+    del result
+    deadline = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # the thread is about to wait
+    assert alive() is None
+    assert not worker.busy
+    worker.stop()
+
+
 @pytest.mark.parametrize("used_before", [False, True])
 def test_a_stopped_worker_takes_works_again(used_before: bool):
     worker = Worker("test")
@@ -35,6 +52,6 @@ def test_a_stopped_worker_takes_works_again(used_before: bool):
         worker.submit(lambda: torch.zeros(1)).wait()
     worker.stop()
     work = worker.submit(lambda: torch.ones(1))
-    assert work._done.wait(20), "the work was never run"
+    assert work.done.wait(20), "the work was never run"
     assert work.wait() == 1
     worker.stop()

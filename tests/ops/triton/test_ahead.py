@@ -119,6 +119,36 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
+def nm_masks() -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.triton import nm_mask as kernels
+
+    for dtype in (BF16, F32, F64):
+        w = torch.zeros(64, 128, dtype=dtype)
+        yield f"{dtype}", lambda w=w: kernels.nm_mask(w, n=2, m=4, dim=1)
+    kernel = torch.zeros(8, 16, 3, 3, dtype=F16)
+    yield "along channels", lambda: kernels.nm_mask(kernel, n=3, m=8, dim=1)
+def fake_quantizations() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Scales of rows, of groups, of columns, and of a whole tensor."""
+    from pyops.ops.triton import fake_quantize as kernels
+
+    options = {"lo": -7, "hi": 7, "factor": 0.1}
+    back = options | {"input_grad": True, "scale_grad": True}
+    for dtype, channels, inner in ((F32, 64, 1024), (BF16, 512, 128), (F16, 1024, 1), (F64, 64, 8)):
+        x = torch.zeros(64, channels * inner // 64, dtype=dtype)
+        s = torch.ones(channels, dtype=F64 if dtype == F64 else F32)
+        z = None if dtype == F32 else s
+        yield (
+            f"{dtype}",
+            lambda x=x, s=s, z=z, i=inner: kernels.fake_quantize(x, s, z, inner=i, **options),
+        )
+        yield (
+            f"{dtype} backward",
+            lambda x=x, s=s, z=z, i=inner: kernels.fake_quantize_backward(
+                x, x, s, z, inner=i, **back
+            ),
+        )
+
+
 def attentions() -> Iterator[tuple[str, Callable[[], object]]]:
     """All that hides but a layout, all that is added, and dropout."""
     yield from attention_of(BF16, hides=True, num_keys=12)
@@ -168,6 +198,8 @@ STEMS = {
     "activation": activations,
     "dropout": dropouts,
     "rotary": rotaries,
+    "nm_mask": nm_masks,
+    "fake_quantize": fake_quantizations,
     "norm": norms,
     "cross_entropy": cross_entropies,
 }

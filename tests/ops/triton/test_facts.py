@@ -33,6 +33,7 @@ CASES = {
     "back bf16",
     "part of rows bf16",
     "pairs bf16",
+    "2:4 bf16",
 }
 
 

@@ -3,6 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pyops import recompute
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
@@ -103,6 +105,63 @@ def test_orders_recomputation_and_several_forwards_equal_stage_1(world):
 
 def _run_number(rank: int, group: Any, number: int) -> dict[str, Tensor]:
     return _run(rank, group, 3, ZEROS[number])
+
+
+class WithoutBias(nn.Linear):
+    """Gives its bias away, to be added later, as a row-parallel layer does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+class AddsLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = WithoutBias(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = self.inner(x)
+        return torch.tanh(x + y + bias)
+
+
+def _recomputed(rank: int, group: Any, stage: int) -> tuple[list[float], list[str], int]:
+    """Losses, warnings, and the most blocks that were whole when one was reduced."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(AddsLater() for _ in range(5)))
+    recompute.apply(model, ["?"])
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=stage), group=group, lr=1e-2)
+    losses, most = [], 0
+    for block in model:
+        block.inner.weight.register_hook(lambda _: whole())
+
+    def whole() -> None:
+        nonlocal most
+        most = max(most, sum(getattr(flat, "is_whole", False) for flat in optimizer.flats))
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4, WIDTH, generator=generator).chunk(dist.get_world_size(group))[rank]
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return (
+        losses,
+        [str(each.message) for each in seen if "ZeroOptimizer" in str(each.message)],
+        most,
+    )
+
+
+def test_what_modules_of_a_recomputed_unit_return_stays_in_the_unit(world):
+    plain = world(2).run(_recomputed, 1)
+    for (expected, _, _), (losses, said, most) in zip(
+        plain, world(2).run(_recomputed, 3), strict=True
+    ):
+        assert losses == expected
+        assert said == []
+        assert 1 <= most <= 2  # of five: the one at hand, and the next
 
 
 def _sent(rank: int, group: Any) -> tuple[list[int], int]:

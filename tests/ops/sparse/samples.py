@@ -1,0 +1,30 @@
+"""Arguments for the ops on sparse matrices, for tests/ops/samples.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["SPARSE_SAMPLES"]
+
+SPARSE_SAMPLES: dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "nm_mask": lambda device: (
+        (torch.randn(3, 10, 7, device=device)[:, :8],),
+        {"n": 1, "m": 4, "dim": 1},
+    ),
+    "csr_product": lambda device: (
+        (
+            torch.tensor([0, 1, 1, 3], device=device),
+            torch.tensor([1, 0, 3], dtype=torch.int32, device=device),
+            torch.randn(3, device=device),
+            torch.randn(4, 5, device=device),
+        ),
+        {},
+    ),
+    "stripe_search": lambda device: (
+        (torch.rand(7, 12, device=device, dtype=torch.float64),),
+        {"escapes": 5, "seed": 3},
+    ),
+}
