@@ -187,7 +187,7 @@ def attentions() -> Iterator[Case]:
     from pyops.ops.attention.operands import operands_of, options_of
     from pyops.ops.triton import attention as kernels
 
-    tokens, causal = 1024, AttentionMask(causal=True)
+    rows, tokens, causal = 16, 1024, AttentionMask(causal=True)
     drops = AttentionDropout(0.1, empty(2, dtype=torch.int64))
     learned = AttentionBias(scores=empty(1, 8, tokens, tokens))
     none = AttentionBias()
@@ -198,10 +198,10 @@ def attentions() -> Iterator[Case]:
         ("dropout", BF16, 64, none, drops),
         ("bias", BF16, 64, learned, None),
     ):
-        q = empty(1, tokens, 8, width, dtype=dtype)
+        q = empty(rows, tokens, 8, width, dtype=dtype)
         operands = operands_of(q, q, causal, bias, dropout)
         options = options_of(q, q, causal, dropout, scale=0.125, soft_cap=None)._asdict()
-        label, lse = f"{name} {width} {_short(dtype)}", empty(1, 8, tokens, dtype=F32)
+        label, lse = f"{name} {width} {_short(dtype)}", empty(rows, 8, tokens, dtype=F32)
         wanted = {"bias_grad": True, "table_grad": True, **options}
         forward = partial(kernels.attention_forward, q, q, q, *operands, **options)
         back = partial(kernels.attention_backward, q, None, q, lse, q, q, q, *operands, **wanted)

@@ -311,7 +311,9 @@ int64_t math_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&on_host>());
+  // Convolutions choose a kernel by the device, and some of those are in CUDA builds alone.
+  for (const char* name : {"copy_", "convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_host>());
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("mm.dtype", &mm_in);

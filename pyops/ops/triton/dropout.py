@@ -77,11 +77,13 @@ def bias_dropout_add_backward(
                 C=computed_in(source),
                 ROWS=ROWS,
                 COLUMNS=COLUMNS,
+                maxnreg=REGISTERS.get(source.element_size()),
             )
     return dx, column_sum(partial, dtype=dy.dtype)
 
 
 ROWS, COLUMNS = 16, 128  # of a tile of the sum
+REGISTERS = {2: 40}  # by bytes of a number: twelve CTAs, where Triton 3.6 else takes a few more
 
 
 def _apply(
@@ -101,6 +103,7 @@ def _apply(
         return out
     row = min(row, n)
     lines, across = triton.cdiv(n, row), triton.cdiv(row, 4 * BLOCKS)
+    columns = 1 if bias is None else bias.shape[0]
     with on_device(x):
         _combine[(lines * across,)](
             x,
@@ -112,11 +115,13 @@ def _apply(
             row,
             row_stride,
             across,
-            1 if bias is None else bias.shape[0],
+            columns,
             math.ceil(float(np.float32(p)) * 2**24),
             _bits(1.0 / (1.0 - p) if p < 1.0 else 0.0),
             C=computed_in(x),
             DROPS=drops,
+            # A row begins at a multiple of four of the bias: there is one row where there is one.
+            BY_FOUR=columns % 4 == 0,
             BLOCKS=BLOCKS,
         )
     return out
@@ -181,6 +186,7 @@ def _combine(
     scale_bits,
     C: tl.constexpr,
     DROPS: tl.constexpr,
+    BY_FOUR: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -198,9 +204,15 @@ def _combine(
         column = (
             begin.to(tl.int32) % columns if begin < 0x7FFFFFFF else (begin % columns).to(tl.int32)
         )
-        column = (column + ahead) % columns
+        if BY_FOUR:  # one remainder for four numbers, which no compiler then loads one by one
+            column = (column + tl.arange(0, BLOCKS) * 4) % columns
+            column = tl.multiple_of(column, 4)[:, None] + lane
+        else:
+            column = (column + ahead) % columns
         z += tl.load(bias + column, mask=inside, other=0.0).to(C)
     if DROPS:
+        # The compiler must not wait for the stream's place before it has asked for x.
+        tl.debug_barrier()
         w0, w1, w2, w3 = _words_from(
             tl.load(state), tl.load(state + 1) + line * row_stride + first, BLOCKS
         )

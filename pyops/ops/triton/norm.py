@@ -37,6 +37,14 @@ WIDEST_SUMMED = 8192
 STAGED = 8192
 TILE = 4096  # numbers that a program works on together: several rows, where they are narrow
 ROWS, COLUMNS = 16, 128  # of a tile, where sums over rows take a launch of their own
+# Registers of a thread of the two forward kernels that most models have, by bytes of a number and
+# numbers of a tile's row. Left to itself one Triton takes a few more than another, which costs a
+# CTA; one of these more or less spills, under one of them or both.
+OF_RMS = {2: {4096: 32}, 4: {2048: 40, 4096: 40, 8192: 40}}
+OF_ADDED_LAYER = {
+    2: {1024: 56, 2048: 48, 4096: 48, 8192: 48},
+    4: {1024: 48, 2048: 48, 4096: 48},
+}
 
 
 def layer_norm(
@@ -112,6 +120,12 @@ def _tiling(x: Tensor, columns: int, offset: float | None, *, each: int) -> dict
     }
 
 
+def _registers(x: Tensor, block: int, *, rms: bool, add: bool) -> int | None:
+    """At most so many forward, None where the compiler is left to itself."""
+    limits = {(True, False): OF_RMS, (False, True): OF_ADDED_LAYER}.get((rms, add), {})
+    return limits.get(x.element_size(), {}).get(block)
+
+
 def _forward(x, residual, weight, bias, *, eps, offset):
     check_forward([x] if residual is None else [x, residual], weight, bias)
     x, rows, columns = last_dim_first(x)
@@ -139,6 +153,9 @@ def _forward(x, residual, weight, bias, *, eps, offset):
                 EPS=eps,
                 ADD=residual is not None,
                 HAS_BIAS=bias is not None,
+                maxnreg=_registers(
+                    x, constants["BLOCK"], rms=offset is not None, add=residual is not None
+                ),
                 **constants,
             )
     return y, s, mean, rstd
@@ -300,10 +317,25 @@ def _rows_forward(
 
 
 @triton.jit
-def _operands(dy, x, at, inside, centre, scale, C: tl.constexpr, RMS: tl.constexpr):
-    """dy, and the normalised h."""
-    gradient = tl.load(dy + at, mask=inside, other=0.0).to(C)
-    value = tl.load(x + at, mask=inside, other=0.0).to(C)
+def _operands(
+    dy,
+    x,
+    at,
+    inside,
+    centre,
+    scale,
+    C: tl.constexpr,
+    RMS: tl.constexpr,
+    TOGETHER: tl.constexpr = False,
+):
+    """dy, and the normalised h. TOGETHER: both are asked for before either is used."""
+    gradient, value = (
+        tl.load(dy + at, mask=inside, other=0.0),
+        tl.load(x + at, mask=inside, other=0.0),
+    )
+    if TOGETHER:
+        tl.debug_barrier()
+    gradient, value = gradient.to(C), value.to(C)
     if not RMS:
         value = tl.where(inside, value - centre, 0.0)
     return gradient, value * scale
@@ -368,7 +400,18 @@ def _rows_backward(
         )
         centre, scale = centre[:, None], scale[:, None]
         inside = valid & (column < columns)[None, :]
-        gradient, h = _operands(dy, x, start + column[None, :], inside, centre, scale, C, RMS)
+        # Triton 3.9 else uses half of a row before it asks for the other. Layer norm would spill.
+        gradient, h = _operands(
+            dy,
+            x,
+            start + column[None, :],
+            inside,
+            centre,
+            scale,
+            C,
+            RMS,
+            TOGETHER=RMS and STAGES == 1,
+        )
         if SUMS:
             of_weight += gradient * h
             of_bias += gradient

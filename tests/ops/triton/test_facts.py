@@ -79,7 +79,7 @@ def test_what_is_beyond_its_bounds_is_said():
 
 ONE = {
     "registers": 32,
-    "ctas": 8,
+    "warps": 64,
     "local": 0,
     "issue": 15.0,
     "width": 16.0,
@@ -89,7 +89,7 @@ ONE = {
 # What is not alike; the first is: as many CTAs, and enough ahead.
 OTHERS = {
     "": {"registers": 39, "ahead": 96.0},
-    "ctas": {"ctas": 6},
+    "warps": {"warps": 48},
     "local": {"local": 4},
     "issue": {"issue": 17.0},
     "width": {"width": 8.0},
@@ -119,13 +119,14 @@ def test_two_compilers_beside_each_other(tmp_path, capsys, monkeypatch):
         compare({name: ONE}, {})
 
     # A reason is for what it names alone, and for what differs.
-    monkeypatch.setitem(EXPLAINED, name, Reason({"ctas"}, "for a reason"))
-    explained, wrong = compare({name: ONE}, {name: ONE | OTHERS["ctas"]})
+    monkeypatch.setitem(EXPLAINED, name, Reason({"warps"}, "for a reason"))
+    explained, wrong = compare({name: ONE}, {name: ONE | OTHERS["warps"]})
     assert not wrong
-    assert explained[0].endswith("not alike in ctas: for a reason")
-    _, wrong = compare({name: ONE}, {name: ONE | OTHERS["ctas"] | OTHERS["local"]})
-    assert wrong[0].endswith("not alike in ctas and local")
-    assert compare({name: ONE}, {name: ONE}) == ([], [f"{name}: alike in ctas, which is explained"])
+    assert explained[0].endswith("not alike in warps: for a reason")
+    _, wrong = compare({name: ONE}, {name: ONE | OTHERS["warps"] | OTHERS["local"]})
+    assert wrong[0].endswith("not alike in local and warps")
+    unneeded = f"{name}: alike in warps, which is explained"
+    assert compare({name: ONE}, {name: ONE}) == ([], [unneeded])
 
 
 def test_a_slow_kernel_is_not_alike(found, monkeypatch):
@@ -135,7 +136,7 @@ def test_a_slow_kernel_is_not_alike(found, monkeypatch):
     slow = facts({"statistics 131072 bf16"})
     assert slow.keys() == {name}
     _, wrong = compare({name: found[name]}, slow)
-    assert "ctas" in wrong[0].split("not alike in ")[1]
+    assert "warps" in wrong[0].split("not alike in ")[1]
     assert "registers" in beyond(name, slow[name])
 
 

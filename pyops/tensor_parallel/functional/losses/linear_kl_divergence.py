@@ -192,7 +192,8 @@ def linear_kl_divergence(
             out of range, `hard` without targets, a teacher that requires gradients.
         TypeError: dtypes that are none of floating point.
         DisagreementError: on the other ranks then; on every rank where their parts do not make up
-            the vocabulary, or their targets or options differ.
+            the vocabulary, or their targets or options differ. The latter are not compared on CUDA,
+            where nothing waits for the device.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; choose one of mean, sum")
