@@ -117,7 +117,13 @@ def _attention_case(
         check=lambda: worst,
         device=device,
         facts={"tokens": length, **_facts(ranks, row.order, ours)},
+        observe=_percent_of_ideal,
     )
+
+
+def _percent_of_ideal(row: Row) -> dict[str, Any]:
+    ideal = row["us"]["one process"][1] / SIZE
+    return {"percent_of_ideal": round(100 * ideal / row["us"]["pyops"][1], 1)}
 
 
 class _Step:
@@ -166,6 +172,7 @@ def _gpt_case(length: int, method: str, *, device: torch.device) -> Case:
         check=lambda: error,
         device=device,
         facts={"tokens": length, **_facts(ranks, order, ours)},
+        observe=_percent_of_ideal,
     )
 
 
@@ -189,9 +196,4 @@ def _cases(*, device: torch.device, options: Any) -> Iterator[Callable[[], Case]
 
 def run(options: Any) -> list[Row]:
     """The rows of this bench."""
-    rows = measure_on_ranks(_cases, size=SIZE, options=options)
-    for row in rows:
-        ideal = row["us"]["one process"][1] / SIZE
-        row["percent_of_ideal"] = round(100 * ideal / row["us"]["pyops"][1], 1)
-        print(row["case"], "percent of ideal:", row["percent_of_ideal"])
-    return rows
+    return measure_on_ranks(_cases, size=SIZE, options=options)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.harness import Case, Row, format_row, keep_row, measure
+from benchmarks.harness import Case, FailedCases, Row, format_row, keep_row, measure
 
 __all__ = ["GroupRanks", "measure_on_ranks"]
 
@@ -82,6 +82,9 @@ def measure_on_ranks(make_cases: MakeCases, *, size: int, options: Any) -> list[
     each of `size` ranks.
 
     On CUDA each rank needs a GPU of its own: without enough of them there are no rows.
+
+    Raises:
+        FailedCases: A rank raised or died; with the rows of the cases before.
     """
     if options.device.type == "cuda" and torch.cuda.device_count() < size:
         print(
@@ -97,7 +100,21 @@ def measure_on_ranks(make_cases: MakeCases, *, size: int, options: Any) -> list[
         rounds=options.rounds, only=options.only
     )  # whose class a new process knows
     arguments = (size, port, options.device.type, make_cases, told, rows)
-    torch.multiprocessing.spawn(_serve, arguments, nprocs=size)
+    running = torch.multiprocessing.spawn(_serve, arguments, nprocs=size, join=False)
+    found: list[Row] = []
+    try:
+        while not running.join(timeout=0.2):
+            found += _come(rows)
+    except (
+        torch.multiprocessing.ProcessExitedException,
+        torch.multiprocessing.ProcessRaisedException,
+    ) as error:
+        raise FailedCases(found + _come(rows), [str(error).strip()]) from None
+    return found + _come(rows)
+
+
+def _come(rows: Any) -> list[Row]:
+    """What is in the queue, which a rank waits to put more in where it is full."""
     found = []
     while not rows.empty():
         found.append(rows.get())

@@ -8,7 +8,7 @@ rank 1   batch 1 -> module -> backward --buckets--'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.broadcast import broadcast
-from pyops.comm.buckets.reduce_axes import axis_sizes, check_reduce_axes
+from pyops.comm.buckets.reduce_axes import OwnRanks, own_ranks
 from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.symmetric import DTYPES, SymmetricBuffer, symmetric_empty
@@ -98,6 +98,30 @@ def _check_same_modules(module: nn.Module, *, group: ProcessGroupLike) -> None:
         )
 
 
+def _check_own_ranks(
+    own: Mapping[int, OwnRanks], named: list[tuple[str, nn.Parameter]], **other_ways: bool
+) -> None:
+    """ValueError for a way of reducing that parameters of a group of their own can't take."""
+    for name, p in named:
+        for way in (way for way, wanted in other_ways.items() if wanted and id(p) in own):
+            raise ValueError(
+                f"DataParallel: the gradient of {name} is {own[id(p)]}, others over all "
+                f"data-parallel ranks, which {way} does not offer; leave {way} out"
+            )
+
+
+def _begin_alike(
+    tensors: Iterable[tuple[torch.Tensor, OwnRanks | None]], *, group: ProcessGroupLike
+) -> None:
+    """Give each tensor the values that it has on the first of the ranks that hold it. Collective.
+
+    Args:
+        tensors: With their ranks; None: those of `group`.
+    """
+    for tensor, own in tensors:
+        broadcast([tensor], group=group if own is None else own.group)
+
+
 def _symmetric_gradients(
     parts: list[list[tuple[str, nn.Parameter]]], *, group: ProcessGroupLike
 ) -> list[SymmetricBuffer | None]:
@@ -160,13 +184,17 @@ class DataParallel(nn.Module):
         keys: their keys, in the same order.
 
     Parameters that take part on no rank keep the gradient they had, None for example. Frozen
-    parameters and buffers are broadcast once and left alone afterwards.
+    parameters and buffers are broadcast once and left alone afterwards. With a mesh, a parameter
+    whose placement names fewer axes (`Placement.reduce`) begins with the values of, and is summed
+    over, the ranks along these alone; its mean is over all. Clear the gradients between two
+    backwards that communicate then.
 
     Raises:
         ValueError: on every rank alike: the ranks' modules differ in names, shapes, dtypes or
             order, or the options above differ; nothing is trainable; a parameter is on the meta
-            device, or its placement says that its gradient is summed over other axes. In backward,
-            the errors of pyops.comm name the rank and the bucket.
+            device; its placement names axes that are none of data parallelism, or only some of
+            these without a mesh, or beside a codec or "symmetric". In backward, the errors of
+            pyops.comm name the rank and the bucket.
         TypeError: on every rank alike: no module, no codec, a dtype that the codec can't compress.
 
     Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets, overlap, no_sync).
@@ -193,14 +221,17 @@ class DataParallel(nn.Module):
             named = _trainable(module)
             _check_codec(codec, named)
             check_free(named, who="DataParallel")
-            check_reduce_axes(module, axis_sizes(mesh), who="DataParallel")
+            own = own_ranks(module, mesh, who="DataParallel")
+            symmetric = algorithm == "symmetric"
+            _check_own_ranks(own, named, codec=codec is not None, symmetric=symmetric)
         _check_same_modules(module, group=group)
         # Backward reaches the last parameter first.
         order = {id(p): i for i, (_, p) in enumerate(reversed(named))}
         sorted_into: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, p in named:
             key = group_by(name, p) if group_by else None
-            sorted_into.setdefault((key, p.dtype, p.device), []).append((name, p))
+            axes = own[id(p)].axes if id(p) in own else None
+            sorted_into.setdefault((key, p.dtype, p.device, axes), []).append((name, p))
         plan = [
             (
                 [name for name, _ in members],
@@ -209,8 +240,9 @@ class DataParallel(nn.Module):
                 algorithm,
                 reduction,
                 codec and codec.name,
+                axes,
             )
-            for (_, dtype, _), members in sorted_into.items()
+            for (_, dtype, _, axes), members in sorted_into.items()
         ]
         plans = gather(plan, group=group)
         different = next((rank for rank, other in enumerate(plans) if other != plans[0]), None)
@@ -220,18 +252,25 @@ class DataParallel(nn.Module):
                 "the same group_by, bucket_bytes, algorithm, reduction and codec on every rank"
             )
         self.module, self._group = module, group
-        self.keys = [key for key, _, _ in sorted_into]
+        self.keys = [key for key, *_ in sorted_into]
         alone = ranks is None or ranks.size() == 1
         parts = list(sorted_into.values())
         self._shared: list[SymmetricBuffer | None] = [None] * len(parts)
-        if algorithm == "symmetric" and codec is None and not alone:
+        if symmetric and codec is None and not alone:
             self._shared = _symmetric_gradients(parts, group=group)
         self.flat = [
             FlatBuffer(members, grad=None if shared is None else shared.tensor)
             for members, shared in zip(parts, self._shared, strict=True)
         ]
-        fixed = [p for p in module.parameters() if not p.requires_grad]
-        broadcast([*(buffer.data for buffer in self.flat), *fixed, *module.buffers()], group=group)
+        ranks_of = [own.get(id(buffer.parameters[0])) for buffer in self.flat]
+        _begin_alike(
+            (
+                *zip((buffer.data for buffer in self.flat), ranks_of, strict=True),
+                *((p, own.get(id(p))) for p in module.parameters() if not p.requires_grad),
+                *((buffer, None) for buffer in module.buffers()),
+            ),
+            group=group,
+        )
         self.reducer = Reducer(
             self.flat,
             None if alone else Communicator.of(group),
@@ -241,6 +280,7 @@ class DataParallel(nn.Module):
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat],
             codec=codec,
         )
+        self.reducer.own = {b: each for b, each in enumerate(ranks_of) if each is not None}
         self._in_place: InPlace | None = InPlace("DataParallel", module, self.flat, fix=FIX)
         self.reducer.look = self._in_place.problem
         self.flat[0].parameter.flat_watch.look = self._in_place.problem  # type: ignore[attr-defined]  # before a step

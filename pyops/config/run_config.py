@@ -126,17 +126,30 @@ class Config(RunSections):
             )
 
     def _check_rows(self) -> None:
-        """Whether the ranks of parallel.cp can share out the sequences of a text."""
-        parallel, cp, length = self.parallel, self.parallel.cp, self.model.sequence_length
-        if cp == 1 or self.task.kind != "text" or self.model_folder.given:
+        """Whether the ranks of parallel.cp can share out the rows of the model."""
+        parallel, cp, section = self.parallel, self.parallel.cp, self.task.section
+        if cp == 1 or self.model_folder.given:
             return  # a folder's rows are padded
-        wanted = Order.padded_length(parallel.cp_order, length=length, ranks=cp)
+        if section == "coatnet":
+            raise ValueError(
+                f"parallel.cp is {cp}, whose ranks share out tokens, but task.model is "
+                '"coatnet", whose convolutions mix neighbors; set it to 1, or task.model to "vit"'
+            )
+        order = parallel.cp_order if section == "model" else "contiguous"
+        if parallel.cp_order not in ("zigzag", order):
+            raise ValueError(
+                f"parallel.cp_order is {parallel.cp_order!r}, but ranks hold tokens of [{section}] "
+                "side by side; leave it out"
+            )
+        model = getattr(self, section)
+        length = getattr(model, "sequence_length", 0)  # images are padded
+        wanted = Order.padded_length(order, length=length, ranks=cp) if length else 0
         if wanted != length:
             raise ValueError(
                 f"parallel.cp is {cp}, whose ranks can't share out the {length} tokens of "
-                f"model.sequence_length in the order {parallel.cp_order}: set it to {wanted}, say"
+                f"{section}.sequence_length in the order {order}: set it to {wanted}, say"
             )
-        heads = self.model.num_heads // parallel.tp
+        heads = model.num_heads // parallel.tp
         if parallel.cp_method == "ulysses" and heads < cp:
             raise ValueError(
                 f"parallel.cp is {cp}, but its ranks exchange the {heads} heads that each has: set "

@@ -28,7 +28,6 @@ def _shared_rules(config: RunSections) -> tuple[tuple[str, Any, Any, str], ...]:
     return (
         ("zero.stage", config.zero.stage, 0, f": it shares out states, {LAYOUT}"),
         ("parallel.tp", config.parallel.tp, 1, f": it cuts layers, {LAYOUT}"),
-        ("parallel.cp", config.parallel.cp, 1, f": it shares out tokens, {LAYOUT}"),
         (
             "train.compile",
             config.train.compile,

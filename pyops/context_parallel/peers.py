@@ -11,6 +11,7 @@ in fp32 (float64 of float64), and rounded once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,9 @@ class Wire:
     """
 
     def __init__(self, transport: Transport, *, group: dist.ProcessGroup | None = None) -> None:
-        self.transport, self._group = transport, group
+        self.transport = transport
+        # A model does not keep a group alive that was destroyed, and with it its threads.
+        self._group = None if group is None else weakref.ref(group)
         self.rank, self.size = transport.rank, transport.size
         self.bytes_received = self.messages_received = 0
 
@@ -51,10 +54,15 @@ class Wire:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; RuntimeError where the ranks are threads."""
+        """The process group; RuntimeError where the ranks are threads, or it was destroyed."""
         if self._group is None:
             raise RuntimeError("these ranks are threads of one process, and have no process group")
-        return self._group
+        if (group := self._group()) is None:
+            raise RuntimeError(
+                "the process group of these ranks was destroyed; make the model, or its "
+                "ContextRanks, anew with another one"
+            )
+        return group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
         return self  # a copy of a model communicates with the same ranks
@@ -75,7 +83,7 @@ class Wire:
         """What to raise for an exchange that failed."""
         if self._group is None:
             return error
-        return lost_peer("attention over ranks", group=self._group, cause=error, sequence=0)
+        return lost_peer("attention over ranks", group=self.group, cause=error, sequence=0)
 
 
 class _Named:

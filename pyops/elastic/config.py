@@ -197,6 +197,11 @@ class ElasticRun:
     stages: int = 1
     """Pipeline stages of each replica at the start; the number of ranks must be a multiple."""
 
+    context: int = 1
+    """Neighboring ranks that hold the same layers and share out the tokens of each sample, in every
+    layout: layers are of a model made with `ContextRanks` of them, and what `loss` and scores give
+    is a summand of the ranks. Nothing is cached then."""
+
     schedule: str = "1f1b"
     """"1f1b" or "gpipe", which work with every number of stages."""
 

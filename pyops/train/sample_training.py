@@ -25,6 +25,7 @@ from pyops.checkpoint import load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
 from pyops.config.sample_rules import check_samples
+from pyops.context_parallel import ContextRanks
 from pyops.elastic import (
     Elastic,
     ElasticCallbacks,
@@ -46,7 +47,7 @@ from pyops.train.loop import Row, StepResult, Training, check_same_options, refu
 from pyops.train.report.display import describe_transition
 from pyops.train.report.metrics import peak_memory_gib
 from pyops.train.report.outcome import Outcome
-from pyops.train.setup.recipe import make_named_optimizer
+from pyops.train.setup.recipe import make_mesh, make_named_optimizer
 from pyops.train.tasks import make_task
 
 __all__ = ["SampleTraining"]
@@ -97,7 +98,12 @@ class SampleTraining(Training):
 
     def _make_elastic(self, *, pretrained: bool) -> Elastic:
         config, options = self.config, self.config.train
-        model = self._model(device=torch.device("meta"))  # ranks give memory to their own layers
+        context = self._context()
+        # Ranks give memory to their own layers.
+        model = self._model(device=torch.device("meta"), context=context)
+        if context is not None:
+            row = model.shared_rows.row(self.task.tokens)
+            self.task.places = row.index(device=self.device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         folder = config.task.pretrained if pretrained else ""
         weights = weights_of(Path(folder), task=self.task) if folder else None
@@ -106,7 +112,12 @@ class SampleTraining(Training):
         )
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
         packing = PackingConfig(
-            machine=machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)
+            machine=machine_of(
+                _layers(model),
+                besides=self.besides,
+                stages=config.parallel.pp,
+                context=config.parallel.cp,
+            )
         )
         try:
             made = Elastic(
@@ -123,6 +134,7 @@ class SampleTraining(Training):
                 config=self._elastic_config(),
                 run=ElasticRun(
                     stages=config.parallel.pp,
+                    context=config.parallel.cp,
                     schedule=config.parallel.schedule,
                     device=self.device,
                     max_grad_norm=config.optimizer.max_grad_norm or None,
@@ -140,20 +152,28 @@ class SampleTraining(Training):
         return made
 
     def _elastic_config(self) -> ElasticConfig:
-        """[elastic], without a cache where a sample has other inputs in each epoch."""
-        options = self.config.elastic
-        if self.task.augmentation(0) == self.task.augmentation(1):
-            return options
-        if options.cache == "on":
-            raise ConfigError(
-                f"elastic.cache is 'on', but task.kind {self.task.name!r} has other "
-                "inputs in each epoch; set it to 'off'"
-            )
-        return replace(options, cache="off")
+        """[elastic], without a cache where a sample has other inputs in each epoch, or ranks share
+        out its tokens."""
+        options, why = self.config.elastic, ""
+        if self.task.augmentation(0) != self.task.augmentation(1):
+            why = f"task.kind {self.task.name!r} has other inputs in each epoch"
+        elif (cp := self.config.parallel.cp) > 1:
+            why = f"parallel.cp is {cp}, whose ranks need a sample's tokens at the same time"
+        if why and options.cache == "on":
+            raise ConfigError(f"elastic.cache is 'on', but {why}; set it to 'off'")
+        return replace(options, cache="off") if why else options
 
-    def _model(self, *, device: torch.device) -> Any:
+    def _model(self, *, device: torch.device, context: ContextRanks | None = None) -> Any:
         """The task's, without values."""
-        return self.task.model(seed=None, device=device, dtype=self.precision.dtype)
+        dtype = self.precision.dtype
+        return self.task.model(seed=None, device=device, dtype=dtype, context=context)
+
+    def _context(self) -> ContextRanks | None:
+        """The ranks that share out the tokens of samples with this one."""
+        if self.config.parallel.cp == 1:
+            return None
+        mesh = make_mesh(self.config, device_type=self.device.type)
+        return ContextRanks.of(mesh, method=self.config.parallel.cp_method)
 
     def _rows_besides(self, checkpoint: Path | None) -> float:
         """What a micro-batch costs, in rows; what was measured stays so after a checkpoint, and

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.config import Config, ConfigError
+from pyops.context_parallel import ContextRanks
 from pyops.data import (
     Corpus,
     DataConfig,
@@ -78,6 +79,9 @@ class Task(ABC):
     told_shape: bool = True
     metric: str = "accuracy"
     digest: str = ""
+    places: Tensor | None = None
+    """int64 [n]: the places of the tokens of a row that this rank has, so that losses and scores
+    are summands of the ranks; None: it has all."""
 
     @abstractmethod
     def model(
@@ -86,11 +90,15 @@ class Task(ABC):
         seed: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        context: ContextRanks | None = None,
     ) -> nn.Module:
         """A model with `layers()`: embedding, blocks, head.
 
         Args:
             seed: As of GPT.
+            device: Of the parameters.
+            dtype: Of the parameters.
+            context: The ranks that share out the tokens of rows, as of GPT.
         """
 
     @property
@@ -146,7 +154,8 @@ class Task(ABC):
             output: Of the last layer. Scalar, fp32 (fp64 of an fp64 model).
         """
         output = output if output.dtype == torch.float64 else output.float()
-        return functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+        found = functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+        return found if self._has_first else found * 0.0
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """By `metric`: how many of the rows that count are right; or their nats.
@@ -154,7 +163,14 @@ class Task(ABC):
         Args:
             output: Of held-out rows. fp64 scalar.
         """
-        return (output.argmax(dim=-1) == target).sum().double()  # no label is IGNORED
+        right = (output.argmax(dim=-1) == target).sum().double()  # no label is IGNORED
+        return right if self._has_first else right * 0.0
+
+    @property
+    def _has_first(self) -> bool:
+        """Whether the first token of a row is this rank's, on which what all ranks compute of it
+        counts."""
+        return self.places is None or bool((self.places == 0).any())
 
     def augmentation(self, epoch: int) -> int:
         """A number that tells apart the inputs that a sample has in different epochs; 0 where they
@@ -207,10 +223,11 @@ class ImagesTask(Task):
         seed: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        context: ContextRanks | None = None,
     ) -> nn.Module:
-        kind: Any = ViT if isinstance(self._config, ViTConfig) else CoAtNet
-        made: nn.Module = kind(self._config, seed=seed, device=device, dtype=dtype)
-        return made
+        if isinstance(self._config, ViTConfig):
+            return ViT(self._config, context=context, seed=seed, device=device, dtype=dtype)
+        return CoAtNet(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         images = self._images[held_out]
@@ -250,9 +267,15 @@ class PassagesTask(Task):
         seed: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        context: ContextRanks | None = None,
     ) -> nn.Module:
         return BERTClassifier(
-            self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype
+            self._config,
+            num_labels=len(FAMILIES),
+            context=context,
+            seed=seed,
+            device=device,
+            dtype=dtype,
         )
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
@@ -298,8 +321,9 @@ class MaskedTask(_Nats):
         seed: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        context: ContextRanks | None = None,
     ) -> nn.Module:
-        return BERT(self._config, seed=seed, device=device, dtype=dtype)
+        return BERT(self._config, context=context, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         tokens = self._parts[held_out].cut(rows)
@@ -319,7 +343,9 @@ class MaskedTask(_Nats):
         }  # a sum could not tell the file from the tokens
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return output[:, 0].sum() * self.terms + output[:, 1:].sum()
+        if self._has_first:  # of a row, and of this rank's tokens, side by side
+            return output[:, 0].sum() * self.terms + output[:, 1:].sum()
+        return output.sum()
 
     def augmentation(self, epoch: int) -> int:
         return epoch + 1
@@ -330,8 +356,10 @@ class TextTask(_Nats):
 
     name = "text"
 
-    def __init__(self, config: GPTConfig, corpus: Corpus, *, most_held_out: int) -> None:
-        self._config, length = config, config.sequence_length
+    def __init__(
+        self, config: GPTConfig, corpus: Corpus, *, most_held_out: int, order: str = "zigzag"
+    ) -> None:
+        self._config, self._order, length = config, order, config.sequence_length
         self._texts, self.digest = (corpus.train, corpus.validation), corpus.digest
         self.samples, available = ((len(text) - 1) // length for text in self._texts)
         self.held_out = min(most_held_out, available)
@@ -347,8 +375,16 @@ class TextTask(_Nats):
         seed: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        context: ContextRanks | None = None,
     ) -> nn.Module:
-        return GPT(self._config, seed=seed, device=device, dtype=dtype)
+        return GPT(
+            self._config,
+            context=context,
+            order=self._order,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         text, length = self._texts[held_out], self.tokens
@@ -394,4 +430,9 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
         )
     length = config.model.sequence_length
     corpus = prepare(data, vocab_size=config.model.vocab_size, sequence_length=length, group=group)
-    return TextTask(config.model, corpus, most_held_out=config.train.num_validation_sequences)
+    return TextTask(
+        config.model,
+        corpus,
+        most_held_out=config.train.num_validation_sequences,
+        order=config.parallel.cp_order,
+    )

@@ -3,7 +3,7 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyops.comm.agreement import agree
-from pyops.comm.buckets.reduce_axes import axis_sizes
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 
 __all__ = ["AxisGroups"]
@@ -34,8 +33,8 @@ class AxisGroups:
     pp: dist.ProcessGroup | None
     """The ranks that hold other layers; None: this rank holds all."""
 
-    sizes: Mapping[str, int] | None = None
-    """{axis: its ranks} of the mesh; None: groups were given one by one."""
+    mesh: Mesh | DeviceMesh | None = None
+    """That they are of; None: groups were given one by one."""
 
     @contextmanager
     def all_agree(self) -> Iterator[None]:
@@ -83,9 +82,9 @@ class AxisGroups:
                 )
         if isinstance(mesh, Mesh):
             if mesh.device_mesh is None:
-                return cls(ALONE, None, None, axis_sizes(mesh))
+                return cls(ALONE, None, None, mesh)
             tp, pp = (mesh.group(axis) if mesh.size(axis) > 1 else None for axis in ("tp", "pp"))
-            return cls(mesh.group(("dp", "cp")), tp, pp, axis_sizes(mesh))
+            return cls(mesh.group(("dp", "cp")), tp, pp, mesh)
         if isinstance(mesh, DeviceMesh):
             return cls._of_device_mesh(mesh)
         raise TypeError(
@@ -112,4 +111,4 @@ class AxisGroups:
             mesh.get_group(name) if name in names and mesh[name].size() > 1 else None
             for name in AXES
         )
-        return cls(ALONE if dp is None else dp, tp, pp, axis_sizes(mesh))
+        return cls(ALONE if dp is None else dp, tp, pp, mesh)

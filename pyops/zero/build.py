@@ -11,15 +11,17 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pyops.comm.agreement import ranks_agree
 from pyops.comm.broadcast import broadcast
+from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.mesh import ProcessGroupLike, resolve
 from pyops.zero.hooks.unshard_hooks import ShardedUnit
@@ -40,6 +42,7 @@ from pyops.zero.layout.units import IsUnit, UnitPlan, find_units
 __all__ = ["Layout", "lay_out_units", "lay_out_whole", "put_together"]
 
 Named = list[tuple[str, nn.Parameter]]
+Flat = TypeVar("Flat", bound=FlatParameters)
 
 
 @dataclass
@@ -86,25 +89,50 @@ class ShardSpec:
     folder: str | None = None
     """Where parameters of stage 3 are kept between their uses; None: in memory."""
 
-    apart: frozenset[int] = frozenset()
-    """Ids of the parameters that get buffers of their own, since the ranks of other pipeline stages
-    own the same parts of them."""
+    apart: Mapping[int, str] = field(default_factory=dict)
+    """Why a parameter gets a buffer beside that of others, by its id: the ranks of other pipeline
+    stages own the same parts of it, or other ranks hold it."""
 
-    def flat_parameters(self, named: Named) -> FlatParameters:
-        """A buffer that is whole on every rank, of parameters of one dtype and device."""
-        return FlatParameters(
+    own: Mapping[int, OwnRanks] = field(default_factory=dict)
+    """The ranks that hold a parameter, by its id, where these are not all of `group`."""
+
+    def place(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """This process among the ranks that share the states of a parameter, and how many these
+        are."""
+        if self.ranks == 1 or id(parameter) not in self.own:
+            return self.rank, self.ranks
+        over = self.own[id(parameter)].communicator
+        return (0, 1) if over is None else (over.rank, over.size)
+
+    def flat_parameters(self, named: Named, kind: type[Flat], *, label: str = "") -> Flat:
+        """A buffer that is whole on every rank, of parameters of one dtype and device that the
+        same ranks hold.
+
+        Args:
+            kind: Of the buffer.
+            label: See there.
+        """
+        first = named[0][1]
+        rank, ranks = self.place(first)
+        made = kind(
             named,
-            rank=self.rank,
-            ranks=self.ranks,
-            bucket_bytes=self.bucket_bytes,
+            rank=rank,
+            ranks=ranks,
+            bucket_bytes=None if issubclass(kind, ShardedParameters) else self.bucket_bytes,
             device=self.device,
+            label=label,
         )
+        made.own = self.own.get(id(first))
+        return made
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give the tensors the values that they have on the first rank. Collective."""
-        group = resolve(self.group, "ZeroOptimizer")
-        if group is not None:
-            broadcast(tensors, group=group)
+    def broadcast(self, flats: Iterable[FlatParameters], others: Iterable[Tensor] = ()) -> None:
+        """Give buffers, and other tensors, the values that they have on the first of the ranks
+        that hold them. Collective."""
+        if resolve(self.group, "ZeroOptimizer") is None:
+            return
+        pairs = [(flat.data, flat.own) for flat in flats]
+        for tensor, own in (*pairs, *((each, self.own.get(id(each))) for each in others)):
+            broadcast([tensor], group=self.group if own is None else own.group)
 
 
 @contextmanager
@@ -132,7 +160,7 @@ def _by_kind(named: Named, shards: ShardSpec) -> list[Named]:
         key = (
             p.dtype,
             shards.device if p.is_meta else p.device,
-            name if id(p) in shards.apart else "",
+            shards.apart.get(id(p), ""),
         )
         kinds.setdefault(key, []).append((name, p))
     return list(kinds.values())
@@ -154,26 +182,19 @@ def lay_out_whole(model: nn.Module, shards: ShardSpec) -> Layout:
         for named in _by_kind(
             [(n, p) for n, p in model.named_parameters() if id(p) in shards.trained], shards
         ):
-            layout.flats.append(shards.flat_parameters(named))
+            layout.flats.append(shards.flat_parameters(named, FlatParameters))
         _alone(rest, shards.device)
         for module in fresh:
             materialize_buffers(module, shards.device)
         initialize_modules(fresh, shards.initialize)
-    shards.broadcast([*(flat.data for flat in layout.flats), *rest, *model.buffers()])
+    shards.broadcast(layout.flats, (*rest, *model.buffers()))
     layout._number(model)
     return layout
 
 
 def _sharded(plan: UnitPlan, shards: ShardSpec) -> ShardedUnit:
     flats = [
-        ShardedParameters(
-            list(reversed(named)),
-            rank=shards.rank,
-            ranks=shards.ranks,
-            bucket_bytes=None,
-            device=shards.device,
-            label=plan.name,
-        )
+        shards.flat_parameters(list(reversed(named)), ShardedParameters, label=plan.name)
         for named in plan.parameters.values()
     ]
     return ShardedUnit(plan.name, plan.module, is_root=plan.is_root, flats=flats)
@@ -181,7 +202,7 @@ def _sharded(plan: UnitPlan, shards: ShardSpec) -> ShardedUnit:
 
 def _scatter(unit: ShardedUnit, shards: ShardSpec, file: ParameterFile | None) -> None:
     for flat in unit.flats:
-        shards.broadcast([flat.data])
+        shards.broadcast([flat])
         flat.scatter(file)
 
 
@@ -205,10 +226,11 @@ def _file(plans: Sequence[UnitPlan], shards: ShardSpec) -> ParameterFile | None:
     for plan in plans:
         for (dtype, *_), named in plan.parameters.items():
             tensors = [(name, p.shape) for name, p in reversed(named)]
+            _, ranks = shards.place(named[0][1])
             numel = Partition.plan(
-                tensors, ranks=shards.ranks, item_size=dtype.itemsize, bucket_bytes=None
+                tensors, ranks=ranks, item_size=dtype.itemsize, bucket_bytes=None
             ).layout.numel
-            total += region_bytes(numel // shards.ranks * dtype.itemsize)
+            total += region_bytes(numel // ranks * dtype.itemsize)
     return open_file(shards.folder, nbytes=total, group=shards.group)
 
 
@@ -237,7 +259,7 @@ def lay_out_units(
     fresh = {id(m) for m in model.modules() if on_meta(m)}
     layout = Layout()
     for named in _by_kind([(n, p) for n, p in whole if id(p) in trained], shards):
-        layout.flats.append(shards.flat_parameters(named))
+        layout.flats.append(shards.flat_parameters(named, FlatParameters))
     rest = [p for _, p in whole if id(p) not in trained]
     _alone(rest, shards.device)
     inside = {id(m) for plan in plans[1:] for m in plan.module.modules()}
@@ -264,9 +286,7 @@ def lay_out_units(
             _scatter(unit, shards, file)
         layout.flats += [flat for flat in unit.flats if id(flat.parameters[0]) in trained]
     _scatter(layout.units[0], shards, file)
-    small: list[Tensor] = [
-        flat.data for flat in layout.flats if not isinstance(flat, ShardedParameters)
-    ]
-    shards.broadcast([*small, *rest, *model.buffers()])
+    small = [flat for flat in layout.flats if not isinstance(flat, ShardedParameters)]
+    shards.broadcast(small, (*rest, *model.buffers()))
     layout._number(model)
     return layout

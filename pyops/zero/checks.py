@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.flat import check_free
+from pyops.comm.buckets.reduce_axes import OwnRanks
+from pyops.flat import Placement, check_free
 from pyops.mesh import ProcessGroupLike, resolve
 from pyops.offload import Offloaded
 from pyops.ops.memory import require_memory
+from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.protocols import ParamGroup
 from pyops.zero.config import ZeroConfig
 from pyops.zero.optimizer_factory import OptimizerFactory
@@ -23,6 +25,8 @@ __all__ = [
     "check_model",
     "check_offload_folder",
     "check_optimizer",
+    "check_own_ranks",
+    "goes_by_layers",
     "param_groups_of",
 ]
 
@@ -48,6 +52,51 @@ def check_offload_folder(config: ZeroConfig) -> None:
             f"{WHO}: offload is {config.offload!r}; give 'cpu' (host memory), a folder that "
             "exists, or 'none'"
         )
+
+
+def goes_by_layers(optimizer_class: type) -> bool:
+    """Whether steps of the optimizer need sums over each layer."""
+    return issubclass(optimizer_class, LayerwiseOptimizer) or hasattr(
+        optimizer_class, "reduce_sums"
+    )
+
+
+def check_own_ranks(
+    model: nn.Module,
+    own: Mapping[int, OwnRanks],
+    optimizer_class: type,
+    *,
+    without: Mapping[str, Any],
+    tp_group: dist.ProcessGroup | None,
+) -> None:
+    """ValueError for what can't be had with parameters that some of the data-parallel ranks hold
+    alone.
+
+    Args:
+        model: With their placements.
+        own: Their ranks, by id.
+        optimizer_class: Of the inner optimizer.
+        without: What is refused beside them, where it is given.
+        tp_group: See ZeroOptimizer.
+    """
+    layerwise = f"{optimizer_class.__name__}, which goes by sums over layers,"
+    wanted = {**without, layerwise: goes_by_layers(optimizer_class)}
+    places = Placement.of(model) if own else {}
+    for name, p in model.named_parameters():
+        if id(p) not in own:
+            continue
+        for what, given in wanted.items():
+            if given:
+                raise ValueError(
+                    f"{WHO}: {what} is not offered with {name}, whose gradient is {own[id(p)]}, "
+                    "others over all data-parallel ranks; leave it out"
+                )
+        if tp_group is not None and places[name].partial:
+            raise ValueError(
+                f"{WHO}: the gradient of {name} is {own[id(p)]} and a part of the whole on each "
+                "rank of tp_group; sum it over these in backward, with partial=False in its "
+                "placement"
+            )
 
 
 def check_optimizer(factory: OptimizerFactory) -> None:

@@ -159,7 +159,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.stage, self.max_grad_norm = config.stage, config.max_grad_norm
         self.stages = PipelineAxis.of(self.model, pp_group=groups.pp)
         self.tensor_parallel = setup.tensor_parallel
-        self._placements = {} if self.tensor_parallel is None else self.tensor_parallel.placements
+        self._placements, self._own_ranks = setup.placements(), setup.own_ranks
         self._names, self.wire, self.trains = setup.names, quantized_comm, setup.factory.trains
         self.numbers, self.grad_norm = setup.precision, None
         self.loss_scale = self.numbers.loss_scale
@@ -221,7 +221,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
             bucket_bytes=config.bucket_bytes,
             trained=frozenset(id(p) for g in param_groups for p in g["params"]),
             folder=config.offload_target if offloads_parameters else None,
-            apart=frozenset() if self.stages is None else frozenset(self.stages.apart),
+            apart={
+                **{number: str(ranks) for number, ranks in self._own_ranks.items()},
+                **({} if self.stages is None else {n: self._names[n] for n in self.stages.apart}),
+            },
+            own=self._own_ranks,
         )
         layout = (
             lay_out_whole(self.model, shards)
@@ -253,13 +257,17 @@ class ZeroOptimizer(CheckpointedOptimizer):
             wire=self.wire,
         )
         axes = {"tp_group": self.tensor_parallel, "pp_group": self.stages}
-        names = [name for name, axis in axes.items() if axis is not None]
+        because = [f"with {n} it is summed in step()" for n, axis in axes.items() if axis]
+        others = [axis.communicator for axis in axes.values() if axis is not None]
+        if self._own_ranks:
+            because.append("norms, of other elements on other ranks, are taken in step()")
+            others += [comm] if shared is None and comm is not None else []
         self.shown = PublishedGradients(
             self.gradients,
             shared,
             device=shards.device if not self.flats else self.flats[0].device,
-            partial_because=f"with {names[0]} it is summed in step()" if names else None,
-            other_axes=[axis.communicator for axis in axes.values() if axis is not None],
+            partial_because=because[0] if because else None,
+            other_axes=others,
         )
 
     def _undo_layout(self) -> None:
@@ -400,14 +408,14 @@ class ZeroOptimizer(CheckpointedOptimizer):
         With pp_group: of this rank's parameters; of what several stages hold, of this one's part.
 
         Raises:
-            ValueError: With tp_group, and for gradients that are compressed to 1 bit.
+            ValueError: With tp_group, with parameters that some of the data-parallel ranks hold,
+                and for gradients that are compressed to 1 bit.
         """
         self._check_trains()
-        if self.tensor_parallel is not None or (
-            self.one_bit is not None and self.one_bit.compressed
-        ):
+        one_bit = self.one_bit is not None and self.one_bit.compressed
+        if self.tensor_parallel is not None or self._own_ranks or one_bit:
             raise ValueError(
-                "gradient_squares() adds up neither what tensor-parallel ranks share nor "
+                "gradient_squares() adds up neither what some ranks hold of a parameter nor "
                 "gradients of 1 bit"
             )
         self._settle()
@@ -535,9 +543,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
     def _reduce_stats(self, strange: Sequence[str] = ()) -> StepStats:
         measured: Tensor | None = None
         if self._measures:
-            measured = self.owned.squared_norm(self.flats[0].device)
-            if self.communicator is not None and not self.stage:  # each rank measures everything
-                measured /= self.communicator.size
+            measured = self.owned.squared_norm(self.flats[0].device, self.communicator)
         tensor, stages = self.tensor_parallel, self.stages
         return reduce_step_stats(
             self.gradients,

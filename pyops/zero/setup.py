@@ -9,11 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from pyops.comm.buckets.reduce_axes import check_reduce_axes
+from pyops.comm.buckets.reduce_axes import OwnRanks, own_ranks
+from pyops.flat import Placement
 from pyops.protocols import ParamGroup
 from pyops.zero.agreement import RankSetup, check_same_setup
 from pyops.zero.axis_groups import AxisGroups
-from pyops.zero.checks import check_model, check_offload_folder, check_optimizer, param_groups_of
+from pyops.zero.checks import (
+    check_model,
+    check_offload_folder,
+    check_optimizer,
+    check_own_ranks,
+    param_groups_of,
+)
 from pyops.zero.config import ZeroConfig, refuse_options_of_config
 from pyops.zero.layout.materialize import check_initialize
 from pyops.zero.layout.quantized_comm import QuantizedComm, quantized_comm_of, ranks_of
@@ -54,6 +61,17 @@ class ZeroSetup:
 
     names: dict[int, str]
     """Names of the model's parameters, by their id."""
+
+    own_ranks: dict[int, OwnRanks]
+    """The ranks that hold a parameter, by its id, where these are not all data-parallel ranks."""
+
+    def placements(self) -> dict[str, Placement]:
+        """Of the parameters of which other ranks hold other elements, by name."""
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.placements
+        apart = {self.names[number] for number in self.own_ranks}
+        known = Placement.of(self.model) if apart else {}
+        return {name: place for name, place in known.items() if name in apart}
 
     def options(self) -> ParamGroup:
         """What the ranks must have in common beside the model."""
@@ -105,7 +123,7 @@ def _validate(
 ) -> ZeroSetup:
     """The checks of one rank, which communicate nothing."""
     check_model(model)
-    check_reduce_axes(model, groups.sizes, who="ZeroOptimizer")
+    own = own_ranks(model, groups.mesh, who="ZeroOptimizer")
     refuse_options_of_config(arguments)
     if not isinstance(config, ZeroConfig):
         raise TypeError(
@@ -133,6 +151,17 @@ def _validate(
     check_optimizer(factory)
     check_offload_folder(config)
     check_initialize(model, config.initialize)
+    check_own_ranks(
+        model,
+        own,
+        factory.optimizer_class,
+        without={
+            "a 1-bit optimizer": phases,
+            "secondary_group": config.secondary_group,
+            "symmetric_step": config.symmetric_step,
+        },
+        tp_group=groups.tp,
+    )
     precision = make_precision_plan(
         config.precision, config.loss_scale, factory.optimizer_class, factory.arguments
     )
@@ -166,6 +195,7 @@ def _validate(
         param_groups,
         tensor_parallel,
         names={id(p): name for name, p in model.named_parameters()},
+        own_ranks=own,
     )
 
 

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pyops.checkpoint import load
-from pyops.config import Config, ParallelConfig, ZeroConfig
+from pyops.config import Config, ElasticConfig, ParallelConfig, TaskConfig, ZeroConfig
+from pyops.elastic import Elastic, ElasticData, ElasticRun
+from pyops.models import CoAtNetConfig
+from pyops.train import train as train_alone
+from pyops.train.report.metrics import read_rows
 from tests.grids import full
+from tests.train import tiny_tasks
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -86,6 +92,38 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
     assert same(losses(broken), losses(straight))
 
 
+@pytest.mark.parametrize("kind", ["digits", full("masked_text"), full("passages"), full("text")])
+def test_tasks_over_samples_have_the_losses_of_one_process(
+    world: Any, tmp_path: Any, kind: str
+) -> None:
+    plain = tiny_tasks.config_of(tmp_path, kind, num_copies=1)
+    bert = dataclasses.replace(plain.bert, dropout=0.1, attention_dropout=0.1)
+    options = {"batch": 32, "num_steps": 4, "folder": str(tmp_path / "runs"), "device": "cpu"}
+    train = dataclasses.replace(plain.train, **options, plot=False, tensorboard=False)
+    vit = dataclasses.replace(plain.vit, dropout=0.1, attention_dropout=0.1)
+    plain = dataclasses.replace(plain, name="plain", vit=vit, bert=bert, train=train)
+    if kind == "digits":
+        fewer = dataclasses.replace(plain.data, validation_fraction=0.05)
+        plain = dataclasses.replace(plain, data=fewer)
+    if kind != "masked_text":  # without what is frozen, too
+        plain = dataclasses.replace(plain, elastic=ElasticConfig(freeze="bound", every=2))
+    train_alone(plain)
+    config = _with(plain, "shared", cp=2, cp_method="ring")
+    outcomes = world(2).run(train_on_rank, config)
+    assert [getattr(outcome, "steps", outcome) for outcome in outcomes] == [4] * 2
+    assert same(losses(config), losses(plain))
+    assert same(norms(config), norms(plain), within=1e-4)
+    rows = [read_rows(each.folder / "metrics.jsonl")[-1] for each in (config, plain)]
+    (ours, theirs) = ([v for k, v in row.items() if k.startswith("validation")] for row in rows)
+    assert len(theirs) == 1
+    assert same(ours, theirs)
+    if kind == "digits":
+        elastic = dataclasses.replace(config.elastic, cache="on")
+        cached = dataclasses.replace(config, name="cached", elastic=elastic)
+        for said in world(2).run(train_on_rank, cached):
+            assert "elastic.cache is 'on', but parallel.cp is 2, whose ranks need" in said
+
+
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
@@ -105,6 +143,44 @@ def test_refusals_name_the_key(tmp_path: Any, parallel: dict[str, Any], words: s
     plain = config_of(tmp_path, "cpu")
     with pytest.raises(ValueError, match=words):
         _with(plain, "shared", **parallel)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "words"),
+    [
+        ("passages", {"cp": 3}, "the 32 tokens of bert.sequence_length in the order contiguous"),
+        ("digits", {"cp": 4, "cp_method": "ulysses"}, "its ranks exchange the 2 heads that each"),
+        ("digits", {"cp": 2, "cp_order": "striped"}, r"hold tokens of \[vit\] side by side; leave"),
+    ],
+)
+def test_refusals_of_tasks_over_samples(
+    tmp_path: Any, kind: str, parallel: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        _with(tiny_tasks.config_of(tmp_path, kind), "shared", **parallel)
+
+
+def test_convolutions_and_caches_do_not_go_with_shared_tokens(tmp_path: Any) -> None:
+    plain = tiny_tasks.config_of(tmp_path, "digits")
+    sized = CoAtNetConfig(image_size=32, num_channels=1, num_labels=10)
+    by_convolutions = dataclasses.replace(
+        plain, task=TaskConfig("digits", model="coatnet"), coatnet=sized
+    )
+    with pytest.raises(ValueError, match="whose convolutions mix neighbors; set it to 1"):
+        _with(by_convolutions, "shared", cp=2)
+    layers = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)}
+    for run, words in (
+        (ElasticRun(context=2), "context is 2, of which 1 ranks are no multiple"),
+        (ElasticRun(context=0), "context is 0, of which"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Elastic(
+                layers,
+                optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+                loss=lambda output, target: output.sum(),
+                data=ElasticData(samples=4, batch=2, seed=0),
+                run=run,
+            )
 
 
 def test_ranks_that_share_no_whole_number_of_models() -> None:

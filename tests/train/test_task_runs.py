@@ -126,6 +126,25 @@ def test_any_ranks_give_the_losses_of_one(world, alone, ranks, pp, cache):
     assert (config.folder / "run.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(("ranks", "pp", "method"), [full(4, 2, "ring"), full(4, 1, "ulysses")])
+def test_ranks_that_share_the_tokens_of_samples_give_the_losses_of_one(
+    world, alone, ranks, pp, method
+):
+    config = config_of(Path(alone.train.folder).parent, name=f"cp {method}", pp=pp)
+    parallel = ParallelConfig(pp=pp, cp=2, cp_method=method)
+    config = dataclasses.replace(config, parallel=parallel)
+    outcomes = world(ranks).run(train_on_rank, config, timeout=200.0)
+    assert {getattr(outcome, "steps", outcome) for outcome in outcomes} == {EPOCHS * STEPS}
+    assert same(losses(config), losses(alone))
+    assert same(norms(config), norms(alone), within=1e-4)
+    for key in ("validation_accuracy", "frozen"):
+        assert column(config, key) == column(alone, key)
+    layouts = list(zip(column(config, "stages"), column(config, "replicas"), strict=True))
+    assert (layouts[0], layouts[-1]) == ((pp, ranks // 2 // pp), (1, ranks // 2))
+    assert not any(column(config, "cached"))
+    assert same_states(saved(config), saved(alone), within=1e-5)
+
+
 def test_a_cache_changes_no_bit(alone, tmp_path):
     for cache in ("on", "auto"):
         config = config_of(tmp_path, name=cache, cache=cache)

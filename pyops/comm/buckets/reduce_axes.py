@@ -1,25 +1,54 @@
-"""Over which axes of a mesh gradients are summed: what each parameter's placement says, beside
-what a strategy does.
+"""Over which ranks gradients are summed: what each parameter's placement says of the axes of a
+mesh.
 
     Placement.reduce       mesh dp 2 x cp 2              summed over
-    ("dp", "cp")           the same parameter on all     all four: what strategies do
-    ("dp",)                another one on each cp rank   two: refused, for its sum would be wrong
+    ("dp", "cp")           the same parameter on all     all four: the data-parallel ranks
+    ("dp",)                another one on each cp rank   the two of this rank's column
+    ()                     another one on each rank      none: whole where it is computed
     ("dp",), cp = 1        the same parameter on all     both: axes of one rank make no difference
+
+A mean is one over all data-parallel ranks, whichever of them a gradient is summed over: losses are
+means over the tokens of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
-from pyops.mesh import Mesh
+from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
 
-__all__ = ["axis_sizes", "check_reduce_axes"]
+__all__ = ["DATA_AXES", "OwnRanks", "axis_sizes", "own_ranks"]
 
 DATA_AXES = ("dp", "cp")  # whose ranks hold the same parameters and see other tokens
+
+
+@dataclass(frozen=True)
+class OwnRanks:
+    """The ranks that hold a parameter and sum its gradient, where these are some of the
+    data-parallel ranks only."""
+
+    axes: tuple[str, ...]
+    """Of the mesh, along which they lie."""
+    group: ProcessGroupLike
+    """Their group."""
+    share: float
+    """How many they are, over the number of all data-parallel ranks: makes their mean a part of the
+    mean over all."""
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """Of their group; None for this rank alone."""
+        return None if resolve(self.group, "OwnRanks") is None else Communicator.of(self.group)
+
+    def __str__(self) -> str:
+        return f"summed over {' and '.join(self.axes) or 'no axis'}"
 
 
 def axis_sizes(mesh: Mesh | DeviceMesh | None) -> dict[str, int] | None:
@@ -36,31 +65,52 @@ def axis_sizes(mesh: Mesh | DeviceMesh | None) -> dict[str, int] | None:
     return {name: mesh[name].size() for name in names}
 
 
-def check_reduce_axes(model: nn.Module, sizes: Mapping[str, int] | None, *, who: str) -> None:
-    """Refuse parameters whose gradients are not summed over data and context parallel ranks.
+def own_ranks(model: nn.Module, mesh: Mesh | DeviceMesh | None, *, who: str) -> dict[int, OwnRanks]:
+    """{id: its ranks} of the parameters whose gradients are summed over some of the data and
+    context parallel ranks; all others are summed over all of them.
 
     Args:
         model: Its modules' placements say over which axes each gradient is summed.
-        sizes: See `axis_sizes`.
+        mesh: Has the axes; None where a strategy was given groups one by one.
         who: The strategy, for the error.
 
     Raises:
-        ValueError: Naming the parameter, its axes, and those of the strategy.
+        ValueError: Naming the parameter and its axes, where the mesh does not say which ranks these
+            are, or they are none of data and context parallelism.
     """
+    sizes, parameters = axis_sizes(mesh), dict(model.named_parameters())
+    found: dict[int, OwnRanks] = {}
     for name, place in Placement.of(model).items():
         if set(place.reduce) == set(DATA_AXES):
             continue
+        what = f"{who}: the gradient of {name} is summed over the axes {place.reduce}, and"
         if sizes is None:
             raise ValueError(
-                f"{who}: the gradient of {name} is summed over the axes {place.reduce}, and which "
-                "ranks these are is not known of a group; give mesh= in its place"
+                f"{what} which ranks these are is not known of a group; give mesh= in its place"
             )
-        wide, own = (
-            {axis for axis in axes if sizes.get(axis, 1) > 1} for axes in (place.reduce, DATA_AXES)
+        wide, everyone = (
+            tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+            for axes in (place.reduce, DATA_AXES)
         )
-        if wide != own:
+        if set(wide) == set(everyone):
+            continue
+        strange = [a for a in place.reduce if a not in DATA_AXES and (a in wide or a not in sizes)]
+        if strange:
             raise ValueError(
-                f"{who}: the gradient of {name} is summed over the axes {place.reduce}, and {who} "
-                f"sums over {DATA_AXES}: other ranks hold other values of it. Leave it out of the "
+                f"{what} {who} sums over {DATA_AXES}, or some of these. Leave it out of the "
                 "module that is given, and sum its gradient over mesh.group(...) of its axes"
             )
+        found[id(parameters[name])] = OwnRanks(
+            wide, _group(mesh, wide), _ranks(sizes, wide) / _ranks(sizes, everyone)
+        )
+    return found
+
+
+def _ranks(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    return prod(sizes[axis] for axis in axes)
+
+
+def _group(mesh: Mesh | DeviceMesh | None, axes: tuple[str, ...]) -> ProcessGroupLike:
+    if not axes or mesh is None:
+        return ALONE
+    return mesh.group(axes) if isinstance(mesh, Mesh) else mesh.get_group(axes[0])

@@ -22,6 +22,7 @@ import torch
 from pyops.comm.buckets.bucket import plan_buckets
 from pyops.comm.buckets.bucket_errors import BucketErrors
 from pyops.comm.buckets.gradient_buckets import BucketMember, GradientBuckets
+from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.collectives.work import Work
@@ -57,6 +58,8 @@ class Reducer:
         errors: The error feedback of each bucket; None without a codec, or for one rank alone.
         look: Called before anything is reduced in a backward, unless forward has called it; returns
             the error for which this rank leaves the group. None: nothing is looked for.
+        own: {number of a buffer: the ranks over which it is summed} where these are not all of
+            `communicator`; none at first, and never with a codec.
 
     Raises:
         ValueError: reduction is neither "mean" nor "sum", or bucket_bytes is below 1.
@@ -109,6 +112,7 @@ class Reducer:
         )
         self.look: Callable[[], Exception | None] | None = None
         self.looked = False
+        self.own: Mapping[int, OwnRanks] = {}
         self._works: list[Work | None] = []
         members = [
             BucketMember(
@@ -192,8 +196,12 @@ class Reducer:
         gradient = self.buffers[found.buffer].grad[found.start : found.stop]
         label = f"bucket {bucket} of {len(self.buckets)}"
         if self.errors is None:
+            own = self.own.get(found.buffer)
+            over = self.communicator if own is None else own.communicator
             self._works.append(
-                self._all_reduce(gradient, op=self.reduction, offset=found.start, label=label)
+                self._all_reduce(
+                    gradient, over=over, op=self.reduction, offset=found.start, label=label
+                )
             )
             return
         self._works.append(
@@ -208,12 +216,14 @@ class Reducer:
             )
         )
 
-    def _all_reduce(self, tensor: torch.Tensor, *, op: str, offset: int, label: str) -> Work | None:
-        if self.communicator is None:
+    def _all_reduce(
+        self, tensor: torch.Tensor, *, over: Communicator | None, op: str, offset: int, label: str
+    ) -> Work | None:
+        if over is None:
             return None
         work: Work = all_reduce(
             tensor,
-            communicator=self.communicator,
+            communicator=over,
             op=op,
             algorithm=self.algorithm,
             async_op=True,
@@ -231,7 +241,22 @@ class Reducer:
             self._used.copy_(torch.frombuffer(self._hooks.used, dtype=torch.uint8))
         else:
             self._used.fill_(1)
-        return self._all_reduce(self._used, op="sum", offset=0, label="which parameters took part")
+        return self._all_reduce(
+            self._used,
+            over=self.communicator,
+            op="sum",
+            offset=0,
+            label="which parameters took part",
+        )
+
+    def _wait(self, absent: list[int]) -> None:
+        """Sum which parameters took part, wait for all, and make means those over all ranks."""
+        for work in [*self._works, self._sum_used(absent)]:
+            if work is not None:
+                work.wait()
+        if self.reduction == "mean":
+            for b, own in self.own.items():
+                self.buffers[b].grad.mul_(own.share)
 
     def finish(self) -> None:
         """Called by `GradientBuckets`: start the buckets that waited for unused parameters, then
@@ -248,9 +273,7 @@ class Reducer:
             absent_before[number] = None if gradient is None else gradient.clone()
             self.buffers[b].restore_gradient(p)
         self._hooks.start_rest()
-        for work in [*self._works, self._sum_used(absent)]:
-            if work is not None:
-                work.wait()
+        self._wait(absent)
         if self.errors is not None:
             for index, bucket in enumerate(self.buckets):
                 self.errors.clear_padding(

@@ -14,11 +14,15 @@ sides know their sizes.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -40,6 +44,8 @@ __all__ = [
 Messages = Sequence[tuple[Tensor, int]]  # (flat contiguous tensor, group rank)
 T = TypeVar("T")
 _TAG = 0x70796F  # keeps these messages apart from the user's own on the same group
+_TASKS = Path("/proc/self/task")
+_AT_EXIT = 0.5  # seconds that the process waits at most at its end
 
 
 class Pending(Protocol):
@@ -82,6 +88,7 @@ class ProcessGroupTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, tag: int = _TAG) -> None:
+        _settle_at_exit()
         self._group, self._tag = weakref.ref(group), tag
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.bytes_sent = 0
@@ -126,6 +133,38 @@ class ProcessGroupTransport:
             return [(work, first_peer) for work in dist.batch_isend_irecv(operations)]
         except RuntimeError as error:
             raise PeerError(first_peer, error) from error
+
+
+@cache
+def _settle_at_exit() -> None:
+    """See `_settle`; once in a process."""
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    """Wait until the threads of groups that are still open have let go of their last tensors.
+
+    Gloo wakes up who waits for a collective before its own thread lets go of the tensors, for which
+    that thread needs the interpreter. Where the interpreter is being taken down by then, the thread
+    is ended in the middle of it, and with it the process, by an abort.
+    """
+    quiet, until = 0, time.monotonic() + _AT_EXIT
+    while quiet < 2 and time.monotonic() < until:
+        time.sleep(0.002)  # a thread that waits for the interpreter has it meanwhile
+        quiet = 0 if _others_run() else quiet + 1
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process computes; False where the system does not tell."""
+    own = threading.get_native_id()
+    for task in _TASKS.glob("*") if _TASKS.is_dir() else ():
+        try:
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has just ended
+            continue
+        if state == "R" and task.name != str(own):
+            return True
+    return False
 
 
 class _Mail:

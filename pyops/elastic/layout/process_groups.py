@@ -163,9 +163,10 @@ class LayoutGroups:
     Args:
         control_group: Of all ranks, in their order; None: one process alone.
         timeout: Of the groups' collectives in seconds, by default that of the default group.
-        pp_group: Of this rank's replica, by stage; None with one stage, and on an idle rank.
-        dp_group: Of the ranks that hold this rank's stage, by replica; None with one replica, and
-            on an idle rank.
+        pp_group: Of this rank's replica, by stage; with a context, of its part of that. None with
+            one stage, and on an idle rank.
+        dp_group: Of the ranks that hold this rank's stage, by replica and by part; None with one
+            rank, and on an idle one.
 
     Raises:
         ValueError: On every rank alike, for another number of ranks, and for layouts that differ
@@ -204,9 +205,11 @@ class LayoutGroups:
             # Every rank makes all of them in one order: torch numbers them, and a group that only
             # its members make has a name that may have been another one's before, with addresses
             # that are out of date.
-            for replica in range(layout.replicas if layout.stages > 1 else 0):
-                self.pp_group = self._made(layout.pp_ranks(replica), rank, limit) or self.pp_group
-            for stage in range(layout.stages if layout.replicas > 1 else 0):
+            pipelines = layout.replicas * layout.context
+            for number in range(pipelines if layout.stages > 1 else 0):
+                members = layout.pp_ranks(*divmod(number, layout.context))
+                self.pp_group = self._made(members, rank, limit) or self.pp_group
+            for stage in range(layout.stages if pipelines > 1 else 0):
                 self.dp_group = self._made(layout.dp_ranks(stage), rank, limit) or self.dp_group
         except RuntimeError as caught:
             error = caught

@@ -6,6 +6,10 @@
     layers    [boundaries[stage], boundaries[stage + 1])       the frozen ones are the first, all of
                                                                them on stage 0
 
+    ranks      0 1   2 3 | 4 5   6 7          8 ranks, 2 stages, 2 replicas, context 2: neighbors
+    part       0 1   0 1 | 0 1   0 1          hold the same layers, and other tokens of the same
+                                              samples, in every layout
+
 Plain data: nothing here talks to another rank. `pyops.elastic.transition` goes from one layout to
 the next.
 """
@@ -20,7 +24,8 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Rank r is stage r % stages of replica r // stages; ranks from stages * replicas on are idle.
+    """Rank r is stage r % stages of replica r // stages, and idle from stages * replicas on; with a
+    context of c ranks, neighbors r c to r c + c - 1 are that together.
 
     ValueError, which names it, for what makes no sense. The last layer, the head, is never frozen;
     stage 0 may be the frozen prefix alone.
@@ -30,6 +35,7 @@ class Layout:
         boundaries: The first layer of each stage, and the number of layers.
         frozen: How many layers, not blocks, are frozen.
         micro_batches: Of a step of each pipeline.
+        context: How many neighbors share out the tokens of each sample.
     """
 
     ranks: int
@@ -38,18 +44,18 @@ class Layout:
     boundaries: tuple[int, ...]
     frozen: int = 0
     micro_batches: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
-        for what in ("ranks", "stages", "replicas", "micro_batches"):
+        for what in ("ranks", "stages", "replicas", "micro_batches", "context"):
             value = getattr(self, what)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{what} is {value!r}; it must be a whole number, 1 or more")
         if self.active > self.ranks:
             raise ValueError(
-                f"{self.replicas} replicas of {self.stages} stages need {self.active} "
-                f"ranks, but there are {self.ranks}; take "
-                "fewer of either"
+                f"{self._needed} need {self.active} ranks, but there are {self.ranks}; take fewer "
+                "of either"
             )
         cut = self.boundaries
         rising = all(isinstance(b, int) for b in cut) and all(
@@ -86,7 +92,12 @@ class Layout:
     @property
     def active(self) -> int:
         """How many ranks have something to do: the first ones."""
-        return self.stages * self.replicas
+        return self.stages * self.replicas * self.context
+
+    @property
+    def _needed(self) -> str:
+        each = f" of {self.context} ranks" if self.context > 1 else ""
+        return f"{self.replicas} replicas of {self.stages} stages{each}"
 
     def is_active(self, rank: int) -> bool:
         """Whether the rank holds layers."""
@@ -98,7 +109,7 @@ class Layout:
         Raises:
             ValueError: For an idle one.
         """
-        return self._active(rank) // self.stages
+        return self._active(rank) // self.context // self.stages
 
     def stage(self, rank: int) -> int:
         """The stage of an active rank.
@@ -106,7 +117,15 @@ class Layout:
         Raises:
             ValueError: For an idle one.
         """
-        return self._active(rank) % self.stages
+        return self._active(rank) // self.context % self.stages
+
+    def is_first(self, rank: int) -> bool:
+        """Whether an active rank is the first of those that hold its layers.
+
+        Raises:
+            ValueError: For an idle one.
+        """
+        return self._active(rank) == self.dp_ranks(self.stage(rank))[0]
 
     def layers(self, rank: int) -> range:
         """The layers that the rank holds, frozen ones too; of an idle one none."""
@@ -115,21 +134,26 @@ class Layout:
         stage = self.stage(rank)
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
-    def pp_ranks(self, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica's pipeline, by stage."""
+    def pp_ranks(self, replica: int, part: int = 0) -> tuple[int, ...]:
+        """The ranks of a replica's pipeline, by stage; with a context, of one of its parts."""
         if not 0 <= replica < self.replicas:
             raise ValueError(
                 f"there is no replica {replica!r}; they are numbered from 0 to {self.replicas - 1}"
             )
-        return tuple(range(replica * self.stages, (replica + 1) * self.stages))
+        if not 0 <= part < self.context:
+            raise ValueError(
+                f"there is no part {part!r}; they are numbered from 0 to {self.context - 1}"
+            )
+        first, last = (n * self.stages * self.context for n in (replica, replica + 1))
+        return tuple(range(first + part, last, self.context))
 
     def dp_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold the same stage, by replica."""
+        """The ranks that hold the same stage, by replica, and by part."""
         if not 0 <= stage < self.stages:
             raise ValueError(
                 f"there is no stage {stage!r}; they are numbered from 0 to {self.stages - 1}"
             )
-        return tuple(range(stage, self.active, self.stages))
+        return tuple(rank for rank in range(self.active) if self.stage(rank) == stage)
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold a layer, by replica."""
@@ -149,7 +173,6 @@ class Layout:
     def _active(self, rank: int) -> int:
         if not self.is_active(rank):
             raise ValueError(
-                f"rank {rank} is idle: {self.replicas} replicas of {self.stages} stages "
-                f"are ranks 0 to {self.active - 1}"
+                f"rank {rank} is idle: {self._needed} are ranks 0 to {self.active - 1}"
             )
         return rank

@@ -67,7 +67,9 @@ def rows_besides(
     return on_first_rank(found, group=group)
 
 
-def machine_of(layers: Iterable[nn.Module], *, besides: float, stages: int) -> Machine:
+def machine_of(
+    layers: Iterable[nn.Module], *, besides: float, stages: int, context: int = 1
+) -> Machine:
     """The machine of all ranks for `pack`, to which the layers' parameters are given as costs: a
     row takes as many seconds as there are parameters. The stages share out what a micro-batch
     costs.
@@ -76,10 +78,11 @@ def machine_of(layers: Iterable[nn.Module], *, besides: float, stages: int) -> M
         layers: All of the model.
         besides: What a micro-batch costs besides its rows, in rows.
         stages: Over which that is shared out.
+        context: Ranks that share out the tokens of each row: one device of the machine.
     """
     parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return Machine(devices=ranks, overhead=besides * parameters / 2 / stages)
+    return Machine(devices=ranks // context, overhead=besides * parameters / 2 / stages)
 
 
 def _seconds(found: Profile) -> float:

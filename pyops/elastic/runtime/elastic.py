@@ -60,6 +60,8 @@ from pyops.renamed import refuse_renamed
 
 __all__ = ["Elastic"]
 
+SHARED = ("schedule", "max_grad_norm", "chunk", "context")  # options of ElasticRun, on all ranks
+
 
 class Elastic:
     """Trains the composition of `layers` on all ranks that torch.distributed runs; in one process
@@ -121,7 +123,7 @@ class Elastic:
                 ranks=self.ranks,
                 has_initialize=callbacks.initialize is not None,
             )
-            self._replicas = self.ranks // self.run.stages
+            self._replicas = self.ranks // (self.run.stages * self.run.context)
             self._costs = self._layer_costs()
             self._packing = self._packing_config()
             first = self._pack(0)
@@ -170,7 +172,7 @@ class Elastic:
         if machine is None:
             costs = self._costs
             overhead = 0.0 if isinstance(costs, Profile) else sum(costs) / 3 / self.run.stages
-            machine = Machine(devices=self.ranks, overhead=overhead)
+            machine = Machine(devices=self.ranks // self.run.context, overhead=overhead)
         return replace(
             config,
             machine=machine,
@@ -187,7 +189,8 @@ class Elastic:
             )
         if self.run.cache is not None:
             return self.run.cache
-        return CacheOptions() if self.policy is None else self.config.cache_options(rows_of)
+        off = self.policy is None or self.run.context > 1
+        return CacheOptions() if off else self.config.cache_options(rows_of)
 
     def _agreed(
         self, first: Packing, cache: CacheOptions, callbacks: ElasticCallbacks
@@ -197,7 +200,7 @@ class Elastic:
         return {
             **vars(self.data),
             **{name: getattr(self.config, name) for name in shared},
-            **{name: getattr(self.run, name) for name in ("schedule", "max_grad_norm", "chunk")},
+            **{name: getattr(self.run, name) for name in SHARED},
             "policy": type(self.policy).__name__,
             "the policy": plain(self.policy),
             "packing": first,
@@ -247,7 +250,8 @@ class Elastic:
         )
 
     def _layout(self, packing: Packing) -> Layout:
-        replicas = self.ranks // packing.stages if self.config.replicate else self._replicas
+        each = packing.stages * self.run.context
+        replicas = self.ranks // each if self.config.replicate else self._replicas
         return Layout(
             ranks=self.ranks,
             stages=packing.stages,
@@ -255,6 +259,7 @@ class Elastic:
             boundaries=packing.boundaries,
             frozen=packing.frozen,
             micro_batches=packing.micro_batches,
+            context=self.run.context,
         )
 
     def _micro_rows(self, layout: Layout) -> int:
@@ -445,8 +450,7 @@ class Elastic:
         frozen = decide_together(self.policy, norms, self.frozen, group=self._groups.control_group)
         if frozen == self.frozen:
             return None
-        started = time.perf_counter()
-        before, packing = self.layout, self._pack(frozen + 1)
+        started, before, packing = time.perf_counter(), self.layout, self._pack(frozen + 1)
         self.frozen, after = frozen, self._layout(packing)
         states = self.states()
         self._runtime.detach()
@@ -488,7 +492,6 @@ class Elastic:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any
         number of ranks goes on from it. A collective."""
         self._catch_up("state_dict")
-        writes = self.is_active and self.layout.replica(self.rank) == 0
         run = {
             "frozen": self.frozen,
             "steps": self.steps,
@@ -499,13 +502,13 @@ class Elastic:
                 self._runtime.meter.state_dict() if self._runtime.worker is not None else None
             ),
         }
-        return {**saved(self.states(), writes=writes), "elastic": run}
+        return {**saved(self.states(), writes=self._runtime.writes), "elastic": run}
 
     def _merged_meter(self, meter: dict[str, Any] | None) -> dict[str, Any]:
         """Of all stages together."""
         several = [
             each for each in gather(meter, group=self._groups.control_group) if each is not None
-        ][: self.layout.stages]
+        ][:: self.layout.context][: self.layout.stages]
         squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
         return {"squares": squares, "steps": several[0]["steps"]}
 

@@ -120,6 +120,11 @@ class RankRuntime:
         return self.layout.replica(self.rank) if self.is_active else 0
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank is the first of those that hold its layers, and saves them."""
+        return self.is_active and self.layout.is_first(self.rank)
+
+    @property
     def held(self) -> list[bool]:
         """Of each block, whether this rank has it."""
         return [is_held(layer) for layer in list(self.layers.values())[1:-1]]

@@ -31,7 +31,8 @@ def check_run(
     """Checks the arguments of Elastic, before anything is communicated.
 
     Raises:
-        ValueError: for numbers that can't be or don't fit each other, parameters that are of two
+        ValueError: for numbers that can't be or don't fit each other, a cache beside a context,
+            parameters that are of two
             layers, not to be trained, or given values by nothing, layers on another device, and
             norms over the rows of a batch.
     """
@@ -39,6 +40,17 @@ def check_run(
         raise ValueError(
             f"layers has {len(layers)} layers; give an embedding, blocks, and a head: 3 or more"
         )
+    if run.context < 1 or ranks % run.context:
+        raise ValueError(
+            f"context is {run.context}, of which {ranks} ranks are no multiple; start a multiple, "
+            "or take a divisor"
+        )
+    if run.context > 1 and (config.cache == "on" or run.cache is not None):
+        raise ValueError(
+            f"context is {run.context}, and a cache would hold parts of samples that other ranks "
+            'need at the same time; give cache="off" and leave ElasticRun(cache=) out'
+        )
+    ranks //= run.context
     _check_stages(run.stages, ranks=ranks, num_layers=len(layers))
     if run.schedule not in SCHEDULES:
         raise ValueError(

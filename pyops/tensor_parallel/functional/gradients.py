@@ -3,12 +3,16 @@ each element once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from pyops.comm.buckets.grad_norm import clip_factor
 from pyops.comm.buckets.grad_norm import grad_norm as norm_over_groups
+from pyops.comm.buckets.reduce_axes import DATA_AXES, OwnRanks, own_ranks
 from pyops.flat import Placement
+from pyops.mesh import Mesh
 from pyops.ops.memory import require_memory
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
@@ -70,20 +74,42 @@ def grad_norm(model: nn.Module, *, group: RanksLike = None) -> Tensor:
 
     Args:
         model: with the gradients, in `grad` or `main_grad`.
-        group: see `RanksLike`; the group that the layers were made with.
+        group: see `RanksLike`; the group that the layers were made with. A mesh, where placements
+            say that gradients are summed over some of the data and context parallel ranks: the
+            others hold other elements, which count too.
 
     Returns:
         An fp64 scalar, the same on every rank.
+
+    Raises:
+        ValueError: there are such placements, and group is no mesh.
     """
     ranks, placements = Ranks.of(group), Placement.of(model)
-    counted = []
+    mesh = group if isinstance(group, Mesh) else None
+    own = own_ranks(model, mesh, who="grad_norm")
+    counted: dict[tuple[str, ...], list[Tensor]] = {axes: [] for axes in _other_axes(own.values())}
     for name, p in model.named_parameters():
         place = placements.get(name)
         first = place.first if place is not None else ranks.rank == 0
         if first and (gradient := _gradient(p)) is not None:
-            counted.append(gradient)
+            counted[_other_axes([own[id(p)]])[-1] if id(p) in own else ()].append(gradient)
     device = next((p.device for p in model.parameters()), None)
-    return norm_over_groups(counted, groups=[ranks], device=device)
+    norms = [
+        norm_over_groups(
+            gradients,
+            groups=[ranks] if mesh is None or not axes else [ranks, Ranks.of(mesh.group(axes))],
+            device=device,
+        )
+        for axes, gradients in counted.items()
+    ]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
+
+
+def _other_axes(own: Iterable[OwnRanks]) -> list[tuple[str, ...]]:
+    """The axes of data parallelism along which parameters of these ranks differ, sorted; those of
+    others, (), in front."""
+    found = {tuple(axis for axis in DATA_AXES if axis not in each.axes) for each in own}
+    return [(), *sorted(found)]
 
 
 @torch.no_grad()

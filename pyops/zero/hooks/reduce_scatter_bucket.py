@@ -57,7 +57,7 @@ class ReduceScatterBucket:
         self._before: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._work: Work | None = None
-        self._coded = False
+        self._coded, self._scale = False, 1.0
 
     @property
     def kept_bytes(self) -> int:
@@ -158,7 +158,11 @@ class ReduceScatterBucket:
         codec: Codec | None = None,
     ) -> None:
         """Start the reduce-scatter, of the codec's numbers where there is one. Parameters without a
-        gradient count as zero."""
+        gradient count as zero.
+
+        Args:
+            communicator: Of all data-parallel ranks; `flat.over` says which of them have these.
+        """
         if self.whole is None:
             self.whole = self._memory if self._memory is not None else self._allocate()
             if self._memory is not None and self.chunk is not None:
@@ -168,6 +172,9 @@ class ReduceScatterBucket:
         self._before = self.chunk
         own = self.whole[self._own]
         self._work = None
+        communicator = self.flat.over(communicator)
+        if self.flat.own is not None and reduction == "mean":
+            self._scale = self.flat.own.share
         if communicator is None:
             self.chunk = own
             return
@@ -198,10 +205,14 @@ class ReduceScatterBucket:
             assert found is not None
             self.chunk = found if self._memory is None else self.chunk.copy_(found)
         self._work, self._coded = None, False
+        if self._scale != 1.0:
+            assert self.chunk is not None
+            self.chunk.mul_(self._scale)
         if self._before is not None:
             assert self.chunk is not None
             self.chunk.add_(self._before)
         self._before = self.whole = None
+        self._scale = 1.0
 
     def _forget_views(self) -> None:
         with without_torch_function():  # of parameters that are spread at stage 3

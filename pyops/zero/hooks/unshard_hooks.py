@@ -57,8 +57,10 @@ class ShardedUnit:
         self.calls = 0
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """Those that have no memory but while they are used."""
         for flat in self.flats:
-            yield from flat.parameters
+            if flat.is_spread:
+                yield from flat.parameters
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of the gathered memory."""

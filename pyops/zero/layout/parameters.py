@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather
 from pyops.comm.collectives.work import Work
@@ -34,7 +35,10 @@ class FlatParameters:
     data          the buffer, whole
     parameters    nn.Parameters, views of `data`
     rank          this rank's number among the owners
+    own           the ranks that hold these parameters, where they are not all data-parallel ranks
     """
+
+    own: OwnRanks | None = None
 
     def __init__(
         self,
@@ -74,6 +78,23 @@ class FlatParameters:
         for index, parameter in enumerate(self.parameters):
             parameter.data = data[layout.slice_at(index)].view(layout.shapes[index])
 
+    def over(self, everyone: Communicator | None) -> Communicator | None:
+        """The communicator of the ranks that hold these parameters; None for this rank alone.
+
+        Args:
+            everyone: That of all data-parallel ranks.
+        """
+        return everyone if self.own is None else self.own.communicator
+
+    def copy(self, everyone: Communicator | None) -> tuple[int, int]:
+        """Which copy of the elements that it steps this rank has, and how many ranks have one.
+
+        Args:
+            everyone: See `over`.
+        """
+        over = self.over(everyone)
+        return (0, 1) if self.partition.ranks > 1 or over is None else (over.rank, over.size)
+
     @property
     def layout(self) -> FlatLayout:
         return self.partition.layout
@@ -90,13 +111,13 @@ class FlatParameters:
         """This rank's piece of a parameter."""
         return self.chunk(piece.bucket)[piece.of_chunk]
 
-    def gather(self, bucket: int, communicator: Communicator, *, async_op: bool) -> Work:
-        """Bring all ranks' chunks of the bucket together, in place."""
+    def gather(self, bucket: int, everyone: Communicator, *, async_op: bool) -> Work:
+        """Bring the chunks of the bucket together, in place, of all ranks that hold it."""
         where = self.partition.buckets[bucket]
         found: Any = all_gather(
             self.chunk(bucket),
             out=self.data[where.start : where.stop],
-            communicator=communicator,
+            communicator=self.over(everyone),
             async_op=async_op,
             label=f"parameters{self.label}, bucket {bucket} of {len(self.partition.buckets)}",
         )

@@ -82,13 +82,16 @@ class ShardedParameters(FlatParameters):
 
     def start_gather(
         self,
-        communicator: Communicator | None,
+        everyone: Communicator | None,
         *,
         async_op: bool,
         wire: QuantizedComm | None = None,
     ) -> Work:
-        """Memory for all parameters, and all ranks' chunks on their way into it: as `wire` says,
-        None for as they are."""
+        """Memory for all parameters, and the chunks of all ranks that hold them on their way into
+        it: as `wire` says, None for as they are. What is not spread is there."""
+        if not self.is_spread:
+            return Work(self.data)
+        communicator = self.over(everyone)
         if communicator is None:
             assert self.region is not None
             self.region.fetch()

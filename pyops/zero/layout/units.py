@@ -10,8 +10,9 @@ model.norm        |                           |
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -24,8 +25,8 @@ IsUnit = Callable[[str, nn.Module], bool]
 @dataclass
 class UnitPlan:
     """A unit: its module, and its own parameters by dtype, device and whether they are trained, in
-    order of registration. What other stages of a pipeline hold too goes by its name as well, so
-    that it lies apart."""
+    order of registration. What other ranks hold than the rest goes by the reason as well, so that
+    it lies apart."""
 
     name: str
     module: nn.Module
@@ -83,7 +84,7 @@ def find_units(
     trained: Collection[int],
     whole_below: int,
     device: torch.device,
-    apart: Collection[int] = (),
+    apart: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[list[UnitPlan], list[tuple[str, nn.Parameter]]]:
     """(units, the root first and the others in order of registration; (name, parameter) of those
     that stay whole).
@@ -94,7 +95,8 @@ def find_units(
         trained: Ids of parameters that are stepped.
         whole_below: Parameters of fewer elements stay whole.
         device: Of parameters on meta.
-        apart: Ids of parameters that other stages of a pipeline hold, too.
+        apart: Why a parameter does not lie beside others, by its id: those of one reason lie
+            together.
     """
     root = UnitPlan("the model's own", model, True)
     units = [UnitPlan(path, module, False) for path, module in _unit_modules(model, wanted)]
@@ -115,6 +117,6 @@ def find_units(
         of = owners[id(p)]
         unit = units[next(iter(of))] if len(of) == 1 and -1 not in of else root
         place = device if p.is_meta else p.device
-        key = (p.dtype, place, id(p) in trained, name if id(p) in apart else "")
+        key = (p.dtype, place, id(p) in trained, apart.get(id(p), ""))
         unit.parameters.setdefault(key, []).append((name, p))
     return [root, *units], whole

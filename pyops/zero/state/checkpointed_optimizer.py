@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.mesh import ProcessGroupLike
@@ -57,6 +58,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     stages: PipelineAxis | None
     _names: dict[int, str]
     _placements: Mapping[str, Placement]
+    _own_ranks: Mapping[int, OwnRanks]
 
     def state_dict(self) -> ParamGroup:  # type: ignore[override]
         """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and
@@ -67,8 +69,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """
         if self.delayed is not None:
             self.delayed.wait()
-        replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
-        found = collect(self.owned, self.param_groups, self._names, replica=replica)
+        found = collect(self.owned, self.param_groups, self._names, everyone=self.communicator)
         found |= {} if self.one_bit is None else self.one_bit.state_dict()
         return (
             found
@@ -116,7 +117,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard,
         this rank's part."""
         self.arriving.wait()
-        found = collect_model(self.model, self.gathering.units, self.communicator, self._placements)
+        found = collect_model(
+            self.model, self.gathering.units, self.communicator, self._placements, self._own_ranks
+        )
         others = (
             self.communicator,
             None if self.tensor_parallel is None else self.tensor_parallel.communicator,

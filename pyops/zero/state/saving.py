@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
 from pyops.protocols import ParamGroup
@@ -67,16 +68,18 @@ def collect(
     groups: Sequence[ParamGroup],
     names: Mapping[int, str],
     *,
-    replica: bool,
+    everyone: Communicator | None,
 ) -> dict[str, Any]:
     """The state dict.
 
     Args:
         names: Of the users' parameters, by id.
-        replica: Another rank holds all this, and writes it.
+        everyone: The data-parallel ranks; of those that hold all of a parameter's states the first
+            writes them.
     """
     state: dict[str, Any] = {}
     for each in owned.all_pieces():
+        replica = owned.flats[each.flat].copy(everyone)[0] > 0
         if each.piece.numel and (found := _entries(each, owned.states_of(each), replica=replica)):
             state[each.name] = found
     listed = [
@@ -216,11 +219,17 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def collect_model(
     model: nn.Module,
     units: Sequence[ShardedUnit],
-    communicator: Communicator | None,
+    everyone: Communicator | None,
     placements: Mapping[str, Placement],
+    own: Mapping[int, OwnRanks],
 ) -> dict[str, Any]:
     """{name: the parts of a parameter that is spread, else the tensor}; a rank that has nothing of
-    one leaves it out. What is in a file is read, all of it."""
+    one leaves it out. What is in a file is read, all of it.
+
+    Args:
+        everyone: The data-parallel ranks.
+        own: Of a parameter, by its id, that only some of these hold.
+    """
     spread, copies, owners = _spread(units), _read(units), _placed(model, placements)
     found: dict[str, Any] = {}
     for name, tensor in _named_tensors(model).items():
@@ -232,7 +241,8 @@ def collect_model(
                     tuple(tensor.shape), where.start, where.stop, placement
                 ).shards(copies.get(id(tensor), piece.detach()))
         elif placement is not None and placement.cuts:
-            replica = communicator is not None and communicator.rank > 0
+            over = own[id(tensor)].communicator if id(tensor) in own else everyone
+            replica = over is not None and over.rank > 0
             found[name] = placement.shards(tensor.detach().reshape(-1), copy=replica)
         else:
             found[name] = tensor.detach()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.buckets.grad_norm import sum_of_squares
+from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.offload import Offloaded
 from pyops.offload.optimizer import stays_with
@@ -227,22 +228,26 @@ class ShardedOptimizerState:
             gone = chunk is None or (each.flat, each.piece.index) in absent
             each.gradient = None if gone or chunk is None else chunk[each.piece.of_chunk]
 
-    def squared_norm(self, device: torch.device) -> Tensor:
+    def squared_norm(self, device: torch.device, everyone: Communicator | None) -> Tensor:
         """float64 [2]: of the gradients given, the sum of squares and the number that are not
-        finite.
+        finite; over all data-parallel ranks they add up to those of the whole gradients.
 
         Of what several ranks of a tensor-parallel group hold alike, the first measures.
+
+        Args:
+            everyone: The data-parallel ranks; where several have a gradient whole, each gives its
+                part of the sum.
         """
-        return sum_of_squares(
-            (
-                each.gradient
-                for each in self.all_pieces()
-                if each.gradient is not None
-                and each.piece.numel
-                and (each.placement is None or each.placement.first)
-            ),
-            device=device,
-        )
+        copies: dict[int, list[Tensor]] = {}
+        for each in self.all_pieces():
+            first = each.placement is None or each.placement.first
+            if each.gradient is not None and each.piece.numel and first:
+                _, ranks = self.flats[each.flat].copy(everyone)
+                copies.setdefault(ranks, []).append(each.gradient)
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for ranks, gradients in copies.items():
+            total += sum_of_squares(gradients, device=device) / ranks
+        return total
 
     def prepare(self, outer: Sequence[ParamGroup]) -> None:
         """Take up the hyper-parameters of `outer` for the next step."""

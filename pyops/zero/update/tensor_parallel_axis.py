@@ -19,8 +19,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.flat import Placement
 from pyops.mesh import ProcessGroupLike
-from pyops.optim.fused.layerwise import LayerwiseOptimizer
-from pyops.zero.checks import check_crossing
+from pyops.zero.checks import check_crossing, goes_by_layers
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import ParamShard
 
@@ -50,9 +49,7 @@ class TensorParallelAxis:
         """
         if tp_group is None or dist.get_world_size(tp_group) == 1:
             return None
-        if issubclass(optimizer_class, LayerwiseOptimizer) or hasattr(
-            optimizer_class, "reduce_sums"
-        ):
+        if goes_by_layers(optimizer_class):
             raise ValueError(
                 f"ZeroOptimizer: {optimizer_class.__name__} goes by sums over each "
                 "layer, of which a tensor-parallel rank "

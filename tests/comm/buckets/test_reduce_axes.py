@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from pyops.comm.buckets.reduce_axes import axis_sizes, check_reduce_axes
+from pyops.comm.buckets.reduce_axes import axis_sizes, own_ranks
 from pyops.data_parallel import DataParallel
 from pyops.flat import Placement
 from pyops.mesh import ALONE, Axes, Mesh
@@ -26,18 +26,11 @@ def _model(*axes: str) -> nn.Module:
 
 
 def test_axes_of_one_rank_make_no_difference() -> None:
-    assert axis_sizes(Mesh(Axes())) == {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
-    for sizes in ({"dp": 2, "cp": 1}, {"dp": 2}, {"dp": 2, "cp": 1, "edp": 1}):
-        check_reduce_axes(_model("dp"), sizes, who="this")
-    check_reduce_axes(_model("cp", "dp"), None, who="this")
-    check_reduce_axes(_model(), {"dp": 1, "tp": 2}, who="this")
-    for axes, sizes in (
-        (("dp",), {"dp": 2, "cp": 2}),
-        ((), {"dp": 2}),
-        (("edp",), {"dp": 2, "edp": 2}),
-    ):
-        with pytest.raises(ValueError, match=r"this: the gradient of 0\.weight is summed over"):
-            check_reduce_axes(_model(*axes), sizes, who="this")
+    alone = Mesh(Axes())
+    assert axis_sizes(alone) == {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
+    for axes in (("dp",), (), ("cp", "dp"), ("edp",)):
+        assert own_ranks(_model(*axes), alone, who="this") == {}
+    assert own_ranks(_model("cp", "dp"), None, who="this") == {}
 
 
 def test_a_group_alone_does_not_say_which_axes_it_is_of() -> None:
@@ -52,22 +45,26 @@ def test_a_group_alone_does_not_say_which_axes_it_is_of() -> None:
     ZeroOptimizer(_model("dp"), AdamW, ZeroConfig(1), mesh=mesh)
 
 
-def _over_ranks(rank: int, group: object) -> list[str]:
-    mesh = Mesh(Axes(dp=2))
-    found = []
+def _over_ranks(rank: int, group: object) -> tuple[list[str], dict[tuple[str, ...], Any]]:
+    mesh = Mesh(Axes(dp=2, tp=2))
+    messages = []
     for make in (
         lambda: DataParallel(_model("edp"), mesh=mesh),
-        lambda: ZeroOptimizer(_model(), AdamW, ZeroConfig(1), mesh=mesh),
+        lambda: ZeroOptimizer(_model("dp", "tp"), AdamW, ZeroConfig(1), mesh=mesh),
     ):
         with pytest.raises(ValueError) as caught:
             make()
-        found.append(str(caught.value))
-    model = DataParallel(_model("dp"), mesh=mesh)
-    model(torch.ones(1, 2)).sum().backward()
-    return found
+        messages.append(str(caught.value))
+    found: dict[tuple[str, ...], Any] = {}
+    for names in (("dp",), ("dp", "cp"), ("cp",), ()):
+        for own in own_ranks(_model(*names), mesh, who="this").values():
+            over = own.communicator
+            found[names] = own.axes, own.share, 1 if over is None else over.size
+    return messages, found
 
 
-def test_all_ranks_refuse(world) -> None:
-    for data, zero in world(2).run(_over_ranks):
+def test_axes_that_are_none_of_data_parallelism_are_refused_on_all_ranks(world: Any) -> None:
+    for (data, zero), found in world(4).run(_over_ranks):
         assert "summed over the axes ('edp',), and DataParallel sums over ('dp', 'cp')" in data
-        assert "summed over the axes (), and ZeroOptimizer sums over" in zero
+        assert "summed over the axes ('dp', 'tp'), and ZeroOptimizer sums over" in zero
+        assert found == {("cp",): ((), 0.5, 1), (): ((), 0.5, 1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyops.elastic import Layout
+from pyops.elastic import Layout, moves
 
 pytestmark = pytest.mark.cpu_only
 
@@ -29,6 +29,21 @@ def test_who_holds_what():
     assert (layout.layer_count, layout.active) == (8, 8)
 
 
+def test_neighbors_that_share_tokens_hold_the_same_layers_in_every_layout():
+    two = Layout(ranks=9, stages=2, replicas=2, boundaries=(0, 3, 5), frozen=2, context=2)
+    one = Layout(ranks=9, stages=1, replicas=4, boundaries=(0, 5), frozen=3, context=2)
+    assert [two.replica(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [two.stage(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [one.replica(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [two.pp_ranks(1, part) for part in range(2)] == [(4, 6), (5, 7)]
+    assert (two.dp_ranks(1), one.dp_ranks(0)) == ((2, 3, 6, 7), tuple(range(8)))
+    assert [two.is_first(rank) for rank in range(8)] == [True, False, True] + [False] * 5
+    assert (two.active, two.is_active(8)) == (8, False)
+    assert {target for move in moves(two, one) for target in move.targets} == set(range(8))
+    with pytest.raises(ValueError, match="there is no part 2; they are numbered from 0 to 1"):
+        two.pp_ranks(0, 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -37,6 +52,7 @@ def test_who_holds_what():
         ({"replicas": True}, "replicas is True"),
         ({"micro_batches": -1}, "micro_batches is -1"),
         ({"replicas": 3}, "3 replicas of 2 stages need 6 ranks, but there are 4"),
+        ({"context": 2}, "2 replicas of 2 stages of 2 ranks need 8 ranks, but there are 4"),
         ({"boundaries": (0, 5)}, "expected 3 rising whole numbers"),
         ({"boundaries": (0, 0, 5)}, "expected 3 rising whole numbers"),
         ({"boundaries": (1, 2, 5)}, "expected 3 rising whole numbers"),
