@@ -146,6 +146,12 @@ class Machine:
     ahead: int
     loop: int
 
+    @property
+    def width(self) -> float:
+        """Bytes of a global access, on average over those in the code."""
+        accesses = [*self.loads.items(), *self.stores.items()]
+        return sum(size * n for size, n in accesses) / max(sum(n for _, n in accesses), 1)
+
     def ctas(self, threads: int, shared: int = 0) -> int:
         """How many CTAs of `threads` are on a multiprocessor at a time; registers are dealt out by
         256 to a warp."""

@@ -33,7 +33,17 @@ import torch
 
 from benchmarks.ahead import Compiled, Machine, compile_launches, machine_code
 
-__all__ = ["CUDA", "TRITON", "Case", "Fact", "elements", "empty", "main", "triton_facts"]
+__all__ = [
+    "CUDA",
+    "TRITON",
+    "WITH_PRODUCTS",
+    "Case",
+    "Fact",
+    "elements",
+    "empty",
+    "main",
+    "triton_facts",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 8192
@@ -196,8 +206,7 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "dropout": dropouts,
     "rotary": rotaries,
 }
-# With matrix products: bytes alone say little of these, and no bound of benchmarks/triton_facts.py
-# is for them.
+# With matrix products, of whose speed bytes alone say little
 WITH_PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {"attention": attentions}
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 COLUMNS = {
@@ -267,6 +276,7 @@ class Fact(NamedTuple):
     machine: Machine
     warps: int
     shared: int
+    grid: int
     issue: float
 
 
@@ -286,7 +296,7 @@ def triton_facts(stem: str, only: Collection[str] | None = None) -> Iterator[Fac
             seen.add(name)
             (machine,) = machine_code(launch.cubin)
             issue = machine.loop * 32 * launch.warps / elements(launch)
-            yield Fact(name, case, machine, launch.warps, launch.shared, issue)
+            yield Fact(name, case, machine, launch.warps, launch.shared, launch.grid, issue)
 
 
 def of_triton(stem: str) -> None:

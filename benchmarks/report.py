@@ -167,6 +167,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "worst of all": lambda row: ", ".join(
         f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()
     ),
+    "MB on disk, of before": lambda row: (
+        f"{row['disk_bytes'] / 1e6:.2f}, {row['of_disk_bytes']:.0%}" if "disk_bytes" in row else ""
+    ),
     "accuracy": lambda row: (
         f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else ""
     ),

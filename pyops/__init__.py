@@ -57,6 +57,7 @@ _ROOMS = frozenset(
         "plan",
         "config",
         "train",
+        "compress",
         "cli",
     ]
 )

@@ -17,6 +17,7 @@
 #include "attention.h"
 #include "batch_norm.h"
 #include "depthwise.h"
+#include "few_rows.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -177,6 +178,8 @@ struct Kernels {
                               void* scratch);
     void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
                                void* scratch);
+    // Outputs [first, last) of all rows.
+    void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
 };
 
 const Kernels& kernels();

@@ -43,6 +43,7 @@ void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
 void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
+void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -93,6 +94,7 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::channel_rows_kernel,
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
+    PYOPS_ISA::few_rows_kernel,
 };
 
 }  // namespace pyops

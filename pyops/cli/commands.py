@@ -1,8 +1,10 @@
-"""The command `pyops`: train, generate, eval, plan, convert, simulate, bench, env.
+"""The command `pyops`: train, generate, eval, compress, plan, convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
     pyops eval FOLDER --data FILE [--sequence-length N] [--tp N] [--pp N]
+    pyops compress CONFIG.toml [--set section.key=value]...
+                                  a folder's model becomes smaller, each step measured
     pyops plan MODEL --cluster NAME [--devices N] [--explain] [--json]
                                                   which layout for a model on a cluster, and why
     pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
@@ -32,6 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyops
+from pyops.cli.compressing import add_compress, compressed
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.planning import add_plan, plan
@@ -78,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("generate", help="a text, continued by a Hugging Face folder's model")
     )
     add_eval(commands.add_parser("eval", help="how well a Hugging Face folder predicts a text"))
+    add_compress(
+        commands.add_parser("compress", help="a folder's model becomes smaller, step by step")
+    )
     add_plan(commands.add_parser("plan", help="which layout for a model on a cluster, and why"))
     convert = commands.add_parser(
         "convert", help="between checkpoints, Hugging Face folders and safetensors files"
@@ -167,7 +173,7 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
-USES = {"generate": answer, "eval": score, "plan": plan}
+USES = {"generate": answer, "eval": score, "compress": compressed, "plan": plan}
 
 
 def _print(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["config_of", "load_config"]
+__all__ = ["build_section", "config_of", "load_config", "read_tables"]
 
 # Keys of earlier versions, and what they are now.
 RENAMED = {
@@ -43,19 +43,32 @@ RENAMED = {
 def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file; each override is "section.key=value", the value as in TOML (quotes may be
     left out)."""
+    return config_of(read_tables(path, overrides=overrides, example="examples/gpt_small.toml"))
+
+
+def read_tables(path: Path | str, *, overrides: Sequence[str], example: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Args:
+        path: The file.
+        overrides: As of `load_config`.
+        example: A file that a message names.
+
+    Raises:
+        ConfigError: It can't be read, or an override is none.
+    """
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text())
+        tree: dict[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(
-            f"config {path} can't be read: {error.strerror}; name a TOML file, such as "
-            "examples/gpt_small.toml"
+            f"config {path} can't be read: {error.strerror}; name a TOML file, such as {example}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
     for override in overrides:
         _override(tree, override)
-    return config_of(tree)
+    return tree
 
 
 def config_of(tables: Mapping[str, Any]) -> Config:
@@ -66,7 +79,7 @@ def config_of(tables: Mapping[str, Any]) -> Config:
     """
     tree = dict(tables)
     given = _take_model_folder(tree)
-    config: Config = _build(Config, tree, prefix="", given=given)
+    config: Config = build_section(Config, tree, prefix="", given=given)
     return config
 
 
@@ -106,7 +119,7 @@ def _take_model_folder(tree: dict[str, Any]) -> dict[str, Any]:
                 f"{model['folder']!r}, whose config.json says what the model is; leave one of them "
                 "out"
             )
-    found: ModelFolder = _build(ModelFolder, model, prefix="model.")
+    found: ModelFolder = build_section(ModelFolder, model, prefix="model.")
     if not found.given:
         raise ConfigError(
             'model.folder is ""; name a Hugging Face folder, or leave the key out for a GPT'
@@ -114,11 +127,20 @@ def _take_model_folder(tree: dict[str, Any]) -> dict[str, Any]:
     return {"model_folder": found}
 
 
-def _build(
+def build_section(
     kind: type, tree: Mapping[str, Any], *, prefix: str, given: Mapping[str, Any] | None = None
 ) -> Any:
-    """The dataclass `kind` from a TOML table; `prefix` leads the names of its keys in messages, and
-    `given` has fields that are made already."""
+    """The dataclass `kind` from a TOML table.
+
+    Args:
+        kind: Of the section.
+        tree: The table.
+        prefix: Leads the names of its keys in messages.
+        given: Fields that are made already.
+
+    Raises:
+        ConfigError: By the name of the key that is wrong.
+    """
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind) if f.metadata.get("toml", True)]
     values: dict[str, Any] = {}
@@ -142,7 +164,9 @@ def _build(
                     f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] "
                     "and its keys below"
                 )
-            values[key] = _build(typing.cast(type, hints[key]), value, prefix=f"{prefix}{key}.")
+            values[key] = build_section(
+                typing.cast(type, hints[key]), value, prefix=f"{prefix}{key}."
+            )
         else:
             values[key] = _convert(value, hints[key], key=prefix + key)
     try:

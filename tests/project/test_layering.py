@@ -42,12 +42,13 @@ LAYERS = [
     ["hub", "elastic", "distill"],
     ["adapters", "parallel"],
     ["plan"],
-    ["hf", "config", "train", "cli", "__main__"],
+    ["hf", "config", "train", "compress", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 SAME_LAYER_ALLOWED = {
     "train": {"config"},
-    "cli": {"train", "config"},
+    "compress": {"train", "config"},
+    "cli": {"train", "config", "compress"},
     "__main__": {"cli"},
 }
 
@@ -70,6 +71,15 @@ FLOORS = {
         ["convert"],
     ],
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
+    "compress": [
+        ["folders", "steps"],
+        ["settings"],
+        ["text"],
+        ["learning", "measuring"],
+        ["methods", "report"],
+        ["picture"],
+        ["run"],
+    ],
     "data": [
         ["bigram", "corpus", "images"],
         ["characters", "digits", "row_order", "tokenizer"],

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Display", "describe", "describe_memory", "describe_transition"]
+__all__ = ["Display", "describe", "describe_bytes", "describe_memory", "describe_transition"]
 
 
 def _time(seconds: float) -> str:
@@ -24,7 +24,12 @@ def _time(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
-def _size(nbytes: float) -> str:
+def describe_bytes(nbytes: float) -> str:
+    """Three digits and a unit.
+
+    Args:
+        nbytes: How many bytes.
+    """
     for unit in ("B", "kB", "MB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
@@ -61,7 +66,7 @@ def _parts(row: Mapping[str, Any], num_steps: int) -> list[str]:
             if row.get("compression", 1.0) > 1.05
             else ""
         )
-        parts.append(f"{_size(row['bytes_sent'])} sent{ratio}")
+        parts.append(f"{describe_bytes(row['bytes_sent'])} sent{ratio}")
     if "loss_scale" in row:
         parts.append(f"scale {row['loss_scale']:g}")
     if row.get("skipped"):
@@ -125,8 +130,8 @@ def describe_memory(kept: Mapping[str, int], *, taken: int | None) -> str:
         kept: {what: bytes}.
         taken: What a step needed besides, None where unknown.
     """
-    parts = [f"{what} {_size(nbytes)}" for what, nbytes in kept.items()]
-    parts += [f"activations and buffers {_size(taken)}"] if taken is not None else []
+    parts = [f"{what} {describe_bytes(nbytes)}" for what, nbytes in kept.items()]
+    parts += [f"activations and buffers {describe_bytes(taken)}"] if taken is not None else []
     return f"memory per rank: {', '.join(parts)}"
 
 

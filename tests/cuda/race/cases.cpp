@@ -190,15 +190,21 @@ void run_codecs() {
             const void* of_codes[] = {codes[0].data, codes[1].data};
             Encode e{n, block,  error.data, nullptr, flag.data, 0, 0,
                      5, 3,      x.data,     FP32,    of_bits,   2, 0.5f};
-            const auto encode_bits = [&](int to, const void* source) {
+            // Five rows, one more than a block asks for at a time
+            const void* of_five[] = {bits[0].data, bits[1].data, bits[0].data, bits[1].data,
+                                     bits[0].data};
+            const auto encode_bits = [&](int to, const void* source, int64_t count) {
                 Encode one = e;
                 one.payload = bits[to].data;
                 one.x = source;
+                one.rows = of_five;
+                one.count = count;
                 emulated_onebit_encode(GRID, &one, scales);
             };
-            encode_bits(0, x.data);
-            encode_bits(1, x.data);
-            encode_bits(2, nullptr);
+            encode_bits(0, x.data, 2);
+            encode_bits(1, x.data, 2);
+            encode_bits(2, nullptr, 2);
+            encode_bits(2, nullptr, 5);
             emulated_onebit_decode(GRID, out.data, FP32, of_bits, 2, scales, nullptr, 0.5f, n,
                                    block, 1);
             if (block % 128 == 0) {

@@ -1,7 +1,10 @@
 """Every C++ CUDA kernel on the host under ThreadSanitizer, AddressSanitizer and
 UndefinedBehaviorSanitizer, and a look at whether each barrier and each fence would be missed.
 
-python -m tests.cuda.race.check [tsan] [mutants] [asan]      all three when none is named
+python -m tests.cuda.race.check [tsan] [mutants] [asan] [FAMILY...] [FILE.cuh:LINE...]
+
+All three checks, all families and all places when none is named: a part takes as long as its
+families, `make race RACE="tsan asan codecs"` say, or one mutant, RACE="mutants reduce.cuh:44 norm".
 
 tsan      each CUDA thread a fiber with a vector clock of its own (emulation/runtime.cpp): 0
           reports but those of EXPLAINED
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +43,8 @@ FAMILIES = ("norm", "sum", "random", "adafactor", "layers", "codecs", "step")
 # the addition that gives its address, which ld turns into a lea, which sets none.
 WITHOUT_NULL = "-fno-sanitize=null"
 # Of the program in which ranks meet: the argument that it takes for each.
-MEETINGS: dict[str, tuple[str, ...]] = {"symmetric": (), "symmetric step": ("step",)}
+MEETINGS: dict[str, tuple[str, ...]] = {"symmetric": (), "symmetric_step": ("step",)}
+CHECKS = ("tsan", "mutants", "asan")
 FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wno-unknown-pragmas")
 EXPLAINED = {"raise_flag": "several warps write the same value"}
 # Barriers that order nothing that any kernel relies on today, by the text of their line.
@@ -58,7 +63,7 @@ class Program:
 
     Args:
         folder: Where it is made.
-        sanitizers: For -fsanitize.
+        sanitizers: For -fsanitize; "" for none.
         at_once: Whether it is the program in which ranks meet.
     """
 
@@ -71,9 +76,11 @@ class Program:
         else:
             sources += [EMULATION / "kernels.cpp", EMULATION / "codecs.cpp", HERE / "cases.cpp"]
 
+        sanitized = [f"-fsanitize={sanitizers}"] if sanitizers else []
+
         def compiled(source: Path) -> Path:
             out = folder / f"{source.stem}-{label}.o"
-            instrumented = [f"-fsanitize={sanitizers}"]
+            instrumented = list(sanitized)
             instrumented += [WITHOUT_NULL] if "undefined" in sanitizers else []
             if source.stem == "runtime":
                 instrumented = ["-DPYOPS_TSAN"] if sanitizers == "thread" else []
@@ -85,7 +92,7 @@ class Program:
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(compiled, sources))
-        link = [os.environ.get("CXX", "g++"), f"-fsanitize={sanitizers}", *map(str, objects)]
+        link = [os.environ.get("CXX", "g++"), *sanitized, *map(str, objects)]
         subprocess.run([*link, "-o", str(self._path), "-lpthread"], check=True)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -100,14 +107,17 @@ class Program:
 
 
 class Families:
-    """Every family of kernels and the program that calls it."""
+    """The chosen families of kernels and the programs that call them."""
 
-    def __init__(self, folder: Path, sanitizers: str) -> None:
-        alone = Program(folder, sanitizers, at_once=False)
-        together = Program(folder, sanitizers, at_once=True)
-        self._calls = {name: (alone, (name,)) for name in FAMILIES}
-        self._calls |= {name: (together, arguments) for name, arguments in MEETINGS.items()}
-        self.names = tuple(self._calls)
+    def __init__(self, folder: Path, sanitizers: str, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._calls: dict[str, tuple[Program, tuple[str, ...]]] = {}
+        if calls := {name: (name,) for name in names if name in FAMILIES}:
+            alone = Program(folder, sanitizers, at_once=False)
+            self._calls |= {name: (alone, words) for name, words in calls.items()}
+        if calls := {name: MEETINGS[name] for name in names if name in MEETINGS}:
+            together = Program(folder, sanitizers, at_once=True)
+            self._calls |= {name: (together, words) for name, words in calls.items()}
 
     def run(self, family: str, **environment: str) -> subprocess.CompletedProcess[str]:
         program, arguments = self._calls[family]
@@ -139,13 +149,18 @@ def tsan_options(folder: Path, *, stop: bool) -> str:
     return f"suppressions={suppressions} halt_on_error={int(stop)} report_thread_leaks=0"
 
 
+def met_in(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """The barriers and fences that a run with COVERED came to."""
+    return set(re.findall(r"^met (\S+)", done.stdout, re.MULTILINE))
+
+
 def check_races(families: Families, folder: Path) -> tuple[list[str], dict[str, set[str]]]:
     """What is wrong, and which barriers and fences each family meets."""
     wrong, met = [], {}
     for family in families.names:
         begin = time.monotonic()
         done = families.run(family, TSAN_OPTIONS=tsan_options(folder, stop=False), COVERED="1")
-        met[family] = set(re.findall(r"^met (\S+)", done.stdout, re.MULTILINE))
+        met[family] = met_in(done)
         found = sorted(set(reports(done.stderr)))
         if "done" not in done.stdout:
             found.append(f"it ended with {done.returncode}: {done.stderr[-500:]}")
@@ -154,11 +169,16 @@ def check_races(families: Families, folder: Path) -> tuple[list[str], dict[str, 
     return wrong, met
 
 
-def check_mutants(families: Families, folder: Path, met: dict[str, set[str]]) -> list[str]:
+def check_mutants(
+    families: Families, folder: Path, met: dict[str, set[str]], places: Collection[str]
+) -> list[str]:
     wrong, options = [], tsan_options(folder, stop=True)
-    if reports(families.run("norm", TSAN_OPTIONS=options, WITHOUT="nothing.cuh:1").stderr):
+    first = families.names[0]
+    if reports(families.run(first, TSAN_OPTIONS=options, WITHOUT="nothing.cuh:1").stderr):
         wrong.append("mutant, none: something was reported with nothing taken out")
     for site, text in sites().items():
+        if site not in places:
+            continue
         begin, seen = time.monotonic(), ""
         for family in (f for f in families.names if site in met[f]):
             if found := reports(families.run(family, TSAN_OPTIONS=options, WITHOUT=site).stderr):
@@ -190,21 +210,48 @@ def check_addresses(families: Families) -> list[str]:
     return wrong
 
 
-def main(chosen: list[str]) -> int:
-    chosen = chosen or ["tsan", "mutants", "asan"]
-    wrong = []
+def chosen_of(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Checks, families and places for mutants; all of a kind of which none is named.
+
+    Raises:
+        ValueError: A word is none of them.
+    """
+    kinds = (CHECKS, (*FAMILIES, *MEETINGS), tuple(sites()))
+    if unknown := [word for word in words if not any(word in kind for kind in kinds)]:
+        raise ValueError(
+            f"{', '.join(unknown)}: no check ({', '.join(kinds[0])}), no family "
+            f"({', '.join(kinds[1])}), and no place with a barrier or fence in csrc/cuda"
+        )
+    checks, families, places = ([w for w in kind if w in words] or list(kind) for kind in kinds)
+    return checks, families, places
+
+
+def main(words: Sequence[str]) -> int:
+    try:
+        checks, names, places = chosen_of(words)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    wrong, everything = [], set(names) == {*FAMILIES, *MEETINGS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if {"tsan", "mutants"} & set(chosen):
-            families = Families(folder, "thread")
+        met: dict[str, set[str]] = {}
+        if {"tsan", "mutants"} & set(checks):
+            families = Families(folder, "thread", names)
+        if "tsan" in checks:
             found, met = check_races(families, folder)
             wrong += found
-            if unmet := sorted(set(sites()).difference(*met.values())):
-                wrong.append(f"no case comes to {', '.join(unmet)}")
-            if "mutants" in chosen:
-                wrong += check_mutants(families, folder, met)
-        if "asan" in chosen:
-            wrong += check_addresses(Families(folder, "address,undefined"))
+        elif "mutants" in checks:
+            plain = Families(folder, "", names)
+            met = {family: met_in(plain.run(family, COVERED="1")) for family in names}
+        reached: set[str] = set().union(*met.values())
+        asked = everything or len(places) < len(sites())
+        if met and asked and (unmet := sorted(set(places) - reached)):
+            wrong.append(f"no case comes to {', '.join(unmet)}")
+        if "mutants" in checks:
+            wrong += check_mutants(families, folder, met, reached.intersection(places))
+        if "asan" in checks:
+            wrong += check_addresses(Families(folder, "address,undefined", names))
     print("\n".join(wrong) or "nothing found but what is explained")
     return 1 if wrong else 0
 

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.ahead import variants
 from benchmarks.kernel_facts import empty
-from benchmarks.triton_facts import beyond, compare, facts, main
-from pyops.ops.triton import activation
+from benchmarks.triton_facts import EXPLAINED, PRODUCTS, Facts, Reason, beyond, compare, facts, main
+from pyops.ops.triton import activation, cross_entropy
 
 pytestmark = pytest.mark.cpu_only
 
@@ -36,19 +36,31 @@ CASES = {
 }
 
 
-def test_registers_spills_and_instructions():
+@pytest.fixture(scope="module")
+def found() -> dict[str, Facts]:
+    return facts(CASES)
+
+
+def launched(folder: Path) -> set[str]:
+    """The kernels that the modules of a folder launch."""
+    kernels = set()
+    for path in folder.glob("*.py"):
+        text = path.read_text()
+        kernels |= set(re.findall(r"^ +_(\w+)\[", text, re.MULTILINE))
+        kernels |= set(re.findall(r"(?:_launch|_gradients)\(\s*_(\w+),", text))
+    return kernels
+
+
+def test_registers_spills_and_instructions(found):
     """Drawing a block of Philox in each of four threads took 213 registers and 179 instructions of
     `bias dropout add`; erf 28 of gelu."""
-    found = facts(CASES)
     wrong = {name: beyond(name, of) for name, of in found.items() if beyond(name, of)}
     assert not wrong
     kernels = {name.split(": ")[-1] for name in found}
-    of_files = set()
-    for path in Path(activation.__file__).parent.glob("*.py"):
-        text = path.read_text()
-        of_files |= set(re.findall(r"^ +_(\w+)\[", text, re.MULTILINE))
-        of_files |= set(re.findall(r"(?:_launch|_gradients)\(\s*_(\w+),", text))
-    assert kernels == of_files, "a kernel without a case"
+    folder = Path(activation.__file__).parent
+    assert kernels == launched(folder), "a kernel without a case"
+    of_products = {name.split(": ")[-1] for name in PRODUCTS}
+    assert of_products == launched(folder / "attention"), "a kernel without bounds"
     # The next row is on its way while this one is summed: a row alone is 48 KiB.
     assert found["norm: add layer back 8192 bf16: rows_backward"]["ahead"] >= 96
 
@@ -64,25 +76,66 @@ def test_what_is_beyond_its_bounds_is_said():
         beyond("norm: another 4096 bf16: rows_forward", fine)
 
 
-def test_two_compilers_beside_each_other(tmp_path, capsys):
+ONE = {
+    "registers": 32,
+    "ctas": 8,
+    "local": 0,
+    "issue": 15.0,
+    "width": 16.0,
+    "ahead": 64.0,
+    "percent": 90.0,
+}
+# What is not alike; the first is: as many CTAs, and enough ahead.
+OTHERS = {
+    "": {"registers": 39, "ahead": 96.0},
+    "ctas": {"ctas": 6},
+    "local": {"local": 4},
+    "issue": {"issue": 17.0},
+    "width": {"width": 8.0},
+    "ahead": {"ahead": 52.0},
+    "percent": {"percent": 75.0},
+}
+
+
+def test_two_compilers_beside_each_other(tmp_path, capsys, monkeypatch):
     name = "norm: rms 4096 bf16: rows_forward"
-    one = {"registers": 32, "local": 0, "issue": 15.0, "ahead": 64.0, "percent": 90.0}
-    other, slower = one | {"registers": 39}, one | {"percent": 75.0}
-    assert compare({name: one}, {name: one}) == ([], [])
-    assert [len(lines) for lines in compare({name: one}, {name: other})] == [1, 0]
-    assert [len(lines) for lines in compare({name: slower}, {name: one})] == [0, 1]
-    with pytest.raises(ValueError, match="launches of only one"):
-        compare({name: one}, {})
+    assert compare({name: ONE}, {name: ONE}) == ([], [])
     files = []
-    for k, of in enumerate((one, other, slower, one | {"local": 4})):
-        files.append(str(tmp_path / f"{k}.json"))
-        Path(files[-1]).write_text(json.dumps({"triton": f"3.{k}", "facts": {name: of}}))
-    assert [main([files[0], file]) for file in files] == [0, 0, 1, 1]
+    for key, of in OTHERS.items():
+        for pair in ((ONE, ONE | of), (ONE | of, ONE)):
+            explained, wrong = compare({name: pair[0]}, {name: pair[1]})
+            assert not explained
+            assert [line.split("not alike in ")[1] for line in wrong] == ([key] if key else [])
+        files.append(str(tmp_path / f"{len(files)}.json"))
+        made = {"triton": f"3.{len(files)}", "facts": {name: ONE | of}}
+        Path(files[-1]).write_text(json.dumps(made))
+    assert [main([files[0], file]) for file in files] == [0, *[1] * 6]
     said = capsys.readouterr()
-    assert "0 of 1 launches are alike within a tenth under Triton 3.0 and 3.1" in said.out
-    assert "registers 32 | 39" in said.out
+    assert "1 of 1 launches are alike within a tenth in what costs time under Triton" in said.out
+    assert "0 of 1 launches" in said.out
     assert f"Triton 3.3, {name}: local 4, at most 0" in said.err
-    assert f"not as fast under both: {name}" in said.err
+    with pytest.raises(ValueError, match="launches of only one"):
+        compare({name: ONE}, {})
+
+    # A reason is for what it names alone, and for what differs.
+    monkeypatch.setitem(EXPLAINED, name, Reason({"ctas"}, "for a reason"))
+    explained, wrong = compare({name: ONE}, {name: ONE | OTHERS["ctas"]})
+    assert not wrong
+    assert explained[0].endswith("not alike in ctas: for a reason")
+    _, wrong = compare({name: ONE}, {name: ONE | OTHERS["ctas"] | OTHERS["local"]})
+    assert wrong[0].endswith("not alike in ctas and local")
+    assert compare({name: ONE}, {name: ONE}) == ([], [f"{name}: alike in ctas, which is explained"])
+
+
+def test_a_slow_kernel_is_not_alike(found, monkeypatch):
+    """One warp for what eight have: most of a multiprocessor's threads find no registers."""
+    name = "cross_entropy: statistics 131072 bf16: statistics"
+    monkeypatch.setattr(cross_entropy, "STATISTICS_WARPS", 1)
+    slow = facts({"statistics 131072 bf16"})
+    assert slow.keys() == {name}
+    _, wrong = compare({name: found[name]}, slow)
+    assert "ctas" in wrong[0].split("not alike in ")[1]
+    assert "registers" in beyond(name, slow[name])
 
 
 ROWS = [16 * k for k in range(1, 400)] + [777, 4095]

@@ -1,0 +1,82 @@
+"""apply_step: which step is whose, and whether it did anything."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyops.comm.agreement import gather
+from pyops.compress.methods.learned import distill, finetune
+from pyops.compress.methods.work import Facts, Work
+from pyops.compress.steps import DistillStep, FinetuneStep, LayersStep, Step
+from pyops.config import ConfigError
+
+__all__ = ["METHODS", "apply_step", "check_step"]
+
+METHODS: dict[type[Step], Callable[[Work, Any], Facts]] = {
+    DistillStep: distill,
+    FinetuneStep: finetune,
+}
+
+
+def check_step(step: Step, num_layers: int) -> int:
+    """Refuse what does not fit a model, before anything runs.
+
+    Args:
+        step: The step.
+        num_layers: Of the model that it begins with.
+
+    Returns:
+        The number of layers that it leaves.
+
+    Raises:
+        ConfigError: Naming what does not fit.
+    """
+    if not isinstance(step, LayersStep) or not step.keep:
+        return num_layers
+    if step.keep[-1] >= num_layers:
+        raise ConfigError(
+            f"keep is {list(step.keep)}, but the model has {num_layers} layers then, 0 to "
+            f"{num_layers - 1}; name some of these"
+        )
+    return len(step.keep)
+
+
+def apply_step(work: Work, step: Step) -> None:
+    """Change the model as a step says. A collective of the ranks that share it.
+
+    Args:
+        work: Whose model is changed, or replaced.
+        step: What to do.
+
+    Raises:
+        ConfigError: On every rank, for a step that left every weight as it was, and for what can't
+            be done with this model.
+    """
+    before = _digest(work.model)
+    try:
+        work.facts = METHODS[type(step)](work, step)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{step.label}: {error}") from None
+    work.model.eval()
+    changed = gather(_digest(work.model) != before, group=work.ranks.group)
+    if not any(changed):
+        raise ConfigError(
+            f"{step.label} has left every weight as it was; give it more to do, or leave it out"
+        )
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the names and the bits of all tensors of this rank."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().contiguous().reshape(-1)
+        found.update(memoryview(flat.view(torch.uint8).cpu().numpy()))
+    return found.hexdigest()

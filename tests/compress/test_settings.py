@@ -1,0 +1,80 @@
+"""What the TOML file of a compression may say, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pyops.compress import DistillStep, compress_config_of, load_compress_config
+from pyops.config import ConfigError
+from tests.project.documents import ROOT
+
+pytestmark = pytest.mark.cpu_only
+
+
+def tables(*steps: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "model": {"folder": "in", "output": "out", **sections.get("model", {})},
+        "data": {"train": "t.txt", **sections.get("data", {})},
+        "measure": sections.get("measure", {}),
+        "step": list(steps),
+    }
+
+
+def test_tables_become_steps_in_order():
+    config = compress_config_of(
+        tables({"method": "distill", "keep": [0, 2], "lr": 1}, {"method": "finetune"})
+    )
+    first, second = config.steps
+    assert isinstance(first, DistillStep)
+    assert (first.keep, first.lr, first.temperature) == ((0, 2), 1.0, 2.0)
+    assert (second.method, second.num_steps) == ("finetune", 100)
+
+
+def test_the_example_is_read():
+    config = load_compress_config(
+        ROOT / "examples" / "compress" / "compress.toml", overrides=["model.output=elsewhere"]
+    )
+    assert config.model.output == "elsewhere"
+    assert config.steps
+
+
+FINETUNE = {"method": "finetune"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (tables(), "there is no [[step]]; write one or more"),
+        (tables({"lr": 1.0}), "step 1 has no method; write one of distill"),
+        (tables(FINETUNE, {"method": "distil"}), "step 2 has method 'distil'; did you mean"),
+        (tables({"method": 3}), "step 1 has method 3; write one of"),
+        (tables({**FINETUNE, "stepz": 3}), "unknown key step 1 (finetune).stepz = 3"),
+        (tables({**FINETUNE, "num_steps": 0}), "step 1 (finetune).num_steps is 0; it must be 1"),
+        (tables({**FINETUNE, "lr": 0.0}), "step 1 (finetune).lr is 0.0; it must be more than 0"),
+        (tables({**FINETUNE, "batch": "8"}), "step 1 (finetune).batch is '8'; it must be a whole"),
+        (tables({**FINETUNE, "only": ["a"]}), "rank is 0, with which all weights learn"),
+        (tables({"method": "distill", "keep": [2, 1]}), "keep is [2, 1]; name each layer"),
+        (tables({"method": "distill", "keep": [-1]}), "keep is [-1]; name each layer"),
+        (tables({"method": "distill", "soft": 0}), 'write method = "finetune"'),
+        (tables({"method": "distill", "temperature": 0}), "temperature is 0.0; it must be more"),
+        ({**tables(), "step": {"method": "prune"}}, "write [[step]] before each"),
+        (tables(FINETUNE, model={"folder": ""}), 'model.folder is ""; name the folder that is'),
+        (tables(FINETUNE, model={"output": ""}), 'model.output is ""; name the folder that is'),
+        (tables(FINETUNE, model={"output": "in"}), "model.output is 'in', the folder in"),
+        (tables(FINETUNE, model={"dtype": "int8"}), "model.dtype is 'int8'; it must be one of"),
+        (tables(FINETUNE, data={"train": ""}), "models are scored on text"),
+        (
+            tables(FINETUNE, data={"train": "", "held_out": "h.txt"}),
+            'data.train is "", but step 1 (finetune) needs text to learn from',
+        ),
+        (tables(FINETUNE, data={"validation_fraction": 1.0}), "data.validation_fraction is 1.0"),
+        (tables(FINETUNE, measure={"rounds": -1}), "measure.rounds is -1; it must be 0 or more"),
+        ({"step": [FINETUNE], "data": {"train": "t"}}, 'model.folder is ""'),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, said):
+    with pytest.raises(ConfigError) as refused:
+        compress_config_of(given)
+    assert said in str(refused.value)
