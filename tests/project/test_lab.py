@@ -77,6 +77,7 @@ def test_the_search_takes_the_fastest_that_fits(ranks, tmp_path):
     assert any(refused for *_, refused in rows)
 
 
+@pytest.mark.full
 def test_a_price_is_run(ranks, tmp_path):
     said = printed(ranks, "tried", 2, tmp_path)
     rows = re.findall(r"predicted +(\d+) ms(?:, measured +(\d+))?$", said, re.M)
