@@ -96,6 +96,12 @@ def test_terms_add_up_and_larger_images_take_more():
     taken = image_memory(found, Layout(dp=8, micro_batch=16))
     assert taken.total == pytest.approx(sum(getattr(taken, f.name) for f in fields(Memory)))
     wide = replace(found, shape=ZERO.with_image_size(384))
+    # Where blocks are computed again the first one has most inside, and only the stem is before it.
+    again = image_memory(found, Layout(dp=8, micro_batch=16, recompute="block"))
+    stem, first, *_ = ZERO.layers
+    before = stem.kept_bytes(16, element=2) + 2 * 16 * first.taken
+    assert again.activations == pytest.approx(before)
+    assert again.recomputed == pytest.approx(first.kept_bytes(16, element=2) - 2 * 16 * first.taken)
     larger = image_memory(wide, Layout(dp=8, micro_batch=16))
     assert larger.activations > (384 / 224) ** 2 * taken.activations
 

@@ -75,3 +75,20 @@ def test_the_search_takes_the_fastest_that_fits(ranks, tmp_path):
     fitting = [name for name, _, _, refused in rows if not refused]
     assert f"best within 4 MiB: {fitting[0].strip()}" in said
     assert any(refused for *_, refused in rows)
+
+
+@pytest.mark.full
+def test_a_price_is_run(ranks, tmp_path):
+    said = printed(ranks, "tried", 2, tmp_path)
+    rows = re.findall(r"predicted +(\d+) ms(?:, measured +(\d+))?$", said, re.M)
+    assert len(rows) == 10
+    predicted = [int(first) for first, _ in rows]
+    assert predicted == sorted(predicted)
+    assert [bool(measured) for _, measured in rows] == [True] * 3 + [False] * 7
+
+
+def test_the_pages_have_what_is_planned_for_the_machine_of_the_course(ranks, tmp_path):
+    said = printed(ranks, "planned", 0, tmp_path).splitlines()
+    pages = "".join(page.read_text() for page in LAB.glob("*.md"))
+    assert len(said) > 30
+    assert [line for line in said if line not in pages] == []
