@@ -4,9 +4,10 @@ and 4 processes of one thread each, the rows of a step the same for all.
     predicted    from this machine, its links and the model's blocks, measured with as many ranks
     measured     steps as `pyops train` takes them, all layouts in turn; bytes that tensors take
 
-Every third layout is one to which the overheads of a message and of a micro-batch are fitted, in
-launches of an operation; the others are held out. The last row has what all say together, and the
-overheads, which `pyops.plan.costs.measured` has for machines where no layouts were run.
+Every third layout is one to which two numbers are fitted: what a message takes beside its time on
+the link, in launches of an operation, and how many times as long as its parts, timed one by one, a
+step computes; the others are held out. The last row has what all say together, and the two numbers,
+which `pyops.plan.costs.measured` has for machines where no layouts were run.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,28 +34,37 @@ from benchmarks.rank_teams import Team
 from pyops.plan import (
     PYOPS,
     Case,
+    Cluster,
+    ImageCase,
     Layout,
     Line,
     Machine,
     MeasuredCosts,
+    StepTime,
+    image_memory,
+    image_step,
     memory,
     step_time,
 )
 
 __all__ = [
     "Measured",
+    "Tried",
     "fit",
+    "machine_of",
     "rank_correlation",
     "rows_of",
     "run",
+    "run_tried",
     "search_row",
+    "show",
     "together",
     "with_overheads",
 ]
 
 ROUNDS = 9
 MESSAGES = tuple(25.0 * i for i in range(41))  # overheads that are looked at
-TURNS = tuple(50.0 * i for i in range(31))
+STEPS = tuple(1.0 + 0.01 * i for i in range(51))  # how many times as long as its parts
 THIRD = 3
 LEAST = {"rank_correlation": 0.9}
 MOST = {"best_predicted_over_best": 1.10, "memory_off_most": 0.05}
@@ -70,7 +81,7 @@ class Measured:
     """Of its steps, on the slowest rank."""
     mib: float
     """Of the fullest rank."""
-    case: Case
+    case: Case | ImageCase
     """The machine with as many ranks."""
     fitted: bool
     """Whether overheads were fitted to it."""
@@ -81,15 +92,25 @@ class Measured:
         return statistics.median(self.seconds)
 
     @property
+    def time(self) -> StepTime:
+        """Of a step, predicted."""
+        if isinstance(self.case, ImageCase):
+            return image_step(self.case, self.layout)
+        return step_time(self.case, self.layout)
+
+    @property
     def planned(self) -> float:
         """Seconds of a step, predicted."""
-        return step_time(self.case, self.layout).total
+        return self.time.total
 
     @property
     def planned_mib(self) -> float:
         """Of the fullest rank, predicted."""
-        found = memory(self.case.shape, self.layout, SOFTWARE, precision=PRECISION)
-        return found.total / 2**20
+        if isinstance(self.case, ImageCase):
+            taken = image_memory(self.case, self.layout)
+            return (taken.total - taken.reserved) / 2**20
+        taken = memory(self.case.shape, self.layout, SOFTWARE, precision=PRECISION)
+        return taken.total / 2**20
 
     @property
     def name(self) -> str:
@@ -101,7 +122,8 @@ class Measured:
         parts += [layout.schedule] if layout.pp > 1 else []
         parts += [layout.cp_method] if layout.cp > 1 else []
         parts += ["sequence parallel"] if layout.sequence_parallel else []
-        parts += [f"{layout.micro_batch} x {layout.num_microbatches} rows"]
+        what = "images" if isinstance(self.case, ImageCase) else "rows"
+        parts += [f"{layout.micro_batch} x {layout.num_microbatches} {what}"]
         parts += ["blocks recomputed"] if layout.recompute == "block" else []
         return ", ".join(parts)
 
@@ -122,29 +144,51 @@ def _lines(tree: Mapping[str, Mapping[str, float]]) -> dict[int, Line]:
     return {int(t): Line(**line) for t, line in tree.items()}
 
 
-def _case(size: Size, found: Mapping[str, Any]) -> Case:
-    """Of what a rank has measured."""
-    whole, costs = dict(found["machine"]), dict(found["costs"])
+def machine_of(tree: Mapping[str, Any]) -> Cluster:
+    """The machine that a rank has measured."""
+    whole = dict(tree)
     whole["products"] = {
         kind: {int(width): rate for width, rate in widths.items()}
         for kind, widths in whole["products"].items()
     }
+    return Machine(**whole).cluster()
+
+
+def _case(size: Size, found: Mapping[str, Any]) -> Case:
+    """Of what a rank has measured."""
+    costs = dict(found["costs"])
     for part in ("forward", "backward", "ends_forward", "ends_backward"):
         costs[part] = _lines(costs[part])
     costs["optimizer"] = Line(**costs["optimizer"])
-    del costs["of_a_message"], costs["of_a_turn"]
-    cluster = Machine(**whole).cluster()
+    del costs["of_a_message"], costs["of_a_step"]
+    cluster = machine_of(found["machine"])
     return Case(shape_of(size), cluster, SOFTWARE, PRECISION, MeasuredCosts(**costs))
 
 
-def measured(size: Size, *, name: str, rounds: int) -> list[Measured]:
-    """All layouts of a size, measured and predicted."""
+@dataclass(frozen=True)
+class Tried:
+    """What teams of ranks try."""
+
+    module: str
+    """That is run in each rank, with the name "plan" and `size`."""
+    size: str
+    """Which of the module's models."""
+    layouts: Mapping[int, Sequence[Layout]]
+    """By the number of ranks."""
+    ranks: tuple[int, ...]
+    """With how many ranks."""
+    case: Callable[[Mapping[str, Any]], Case | ImageCase]
+    """Of what a rank has measured."""
+
+
+def measured(tried: Tried, *, rounds: int) -> list[Measured]:
+    """All layouts, measured and predicted."""
     with ExitStack() as stack:
         teams = {
-            n: stack.enter_context(Team("plan", ranks=n, size=name, module="benchmarks.plan_teams"))
-            for n in size.ranks
+            n: stack.enter_context(Team("plan", ranks=n, size=tried.size, module=tried.module))
+            for n in tried.ranks
         }
-        cases = {n: _case(size, team.call("machine")[0]) for n, team in teams.items()}
+        cases = {n: tried.case(team.call("machine")[0]) for n, team in teams.items()}
         taken = {n: team.call("prepare") for n, team in teams.items()}
         steps: dict[int, list[list[float]]] = {n: [] for n in teams}
         for _ in range(rounds):
@@ -154,7 +198,7 @@ def measured(size: Size, *, name: str, rounds: int) -> list[Measured]:
                 steps[n].append([max(each) for each in zip(*walls, strict=True)])
     found: list[Measured] = []
     for n in teams:
-        for i, layout in enumerate(LAYOUTS[n]):
+        for i, layout in enumerate(tried.layouts[n]):
             most = max(each[i] for each in taken[n]) / 2**20
             seconds = tuple(each[i] for each in steps[n])
             fitted = len(found) % THIRD == 0
@@ -163,15 +207,15 @@ def measured(size: Size, *, name: str, rounds: int) -> list[Measured]:
 
 
 def fit(found: Sequence[Measured]) -> tuple[float, float]:
-    """The overheads of a message and of a micro-batch, in launches, that are least off on the
-    fitted layouts."""
+    """What a message takes beside its link, in launches, and how many times as long as its parts a
+    step is, that are least off on the fitted layouts."""
     fitted = [each for each in found if each.fitted]
 
     def off(overheads: tuple[float, float]) -> float:
         several = with_overheads(fitted, overheads)
         return sum(abs(math.log(each.planned / each.step)) for each in several)
 
-    return min(itertools.product(MESSAGES, TURNS), key=off)
+    return min(itertools.product(MESSAGES, STEPS), key=off)
 
 
 def together(found: Sequence[Measured]) -> dict[str, Any]:
@@ -195,10 +239,10 @@ def together(found: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _common(rounds: int) -> dict[str, Any]:
+def _common(rounds: int, bench: str = "plan") -> dict[str, Any]:
     """Of every row."""
     return {
-        "bench": "plan",
+        "bench": bench,
         "device": "cpu",
         "speedup": {},
         "rounds": rounds,
@@ -226,16 +270,23 @@ def search_row(choice: Choice) -> Row:
 
 
 def rows_of(
-    found: Sequence[Measured], *, rounds: int, overheads: tuple[float, float]
+    found: Sequence[Measured],
+    *,
+    rounds: int,
+    overheads: tuple[float, float],
+    bench: str = "plan",
 ) -> Iterator[Row]:
     """A row of each layout, and one of all together."""
-    common = _common(rounds)
+    common = _common(rounds, bench)
     for each in found:
         yield {
             **common,
             "case": each.name,
             "us": {"a step": [round(1e6 * q, 3) for q in _quantiles(each.seconds)]},
             "planned_ms": round(1e3 * each.planned, 3),
+            "planned_parts_ms": {
+                name: round(1e3 * value, 3) for name, value in asdict(each.time).items() if value
+            },
             "step_off": round(each.planned / each.step - 1.0, 4),
             "fitted": each.fitted,
             "mib": round(each.mib, 2),
@@ -254,12 +305,13 @@ def rows_of(
 
 
 def with_overheads(found: Sequence[Measured], overheads: tuple[float, float]) -> list[Measured]:
-    """The same, predicted with these overheads of a message and of a micro-batch."""
-    message, turn = overheads
+    """The same, predicted with these overheads of a message and of a step."""
+    message, step = overheads
     several = []
     for each in found:
-        if each.case.measured is not None:
-            costs = replace(each.case.measured, of_a_message=message, of_a_turn=turn)
+        costs: Any = each.case.measured  # of either kind of model
+        if costs is not None:
+            costs = replace(costs, of_a_message=message, of_a_step=step)
             each = replace(each, case=replace(each.case, measured=costs))
         several.append(each)
     return several
@@ -270,22 +322,34 @@ def _quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
     return fifths[0], statistics.median(seconds), fifths[-1]
 
 
-def run(options: Any, *, size: str = "reference") -> list[Row]:
+def show(rows: Iterable[Row]) -> list[Row]:
+    """Print and keep rows, as they come."""
+    found = []
+    for row in rows:
+        print({key: value for key, value in row.items() if key in SHOWN}, flush=True)
+        keep_row(row)
+        found.append(row)
+    return found
+
+
+def run_tried(options: Any, tried: Tried, *, bench: str) -> Iterator[Row]:
     """The rows of all layouts, and one of all together."""
+    rounds = min(options.rounds, ROUNDS)
+    found = measured(tried, rounds=rounds)
+    overheads = fit(found)
+    found = with_overheads(found, overheads)
+    yield from rows_of(found, rounds=rounds, overheads=overheads, bench=bench)
+
+
+def run(options: Any, *, size: str = "reference") -> list[Row]:
+    """The rows of all layouts of a GPT, and one of the largest search."""
     if options.device.type == "cuda":
         print("of processes on a CPU: nothing to do for a GPU")
         return []
-    rounds = min(options.rounds, ROUNDS)
-    found = measured(SIZES[size], name=size, rounds=rounds)
-    overheads = fit(found)
-    several = rows_of(with_overheads(found, overheads), rounds=rounds, overheads=overheads)
-    rows = []
-    for row in (*several, search_row(CHOICES["nodes"][-1])):
-        text = {key: value for key, value in row.items() if key in SHOWN}
-        print(text, flush=True)
-        keep_row(row)
-        rows.append(row)
-    return rows
+    wanted = SIZES[size]
+    tried = Tried("benchmarks.plan_teams", size, LAYOUTS, wanted.ranks, partial(_case, wanted))
+    rows = show(run_tried(options, tried, bench="plan"))
+    return rows + show([search_row(CHOICES["nodes"][-1])])
 
 
 SHOWN = (

@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,11 +22,11 @@ from benchmarks.rank_teams import serve
 from benchmarks.storages import storages
 from pyops.config import config_of
 from pyops.models import GPTConfig
-from pyops.plan import Layout, Machine, ModelShape, measure_blocks
+from pyops.plan import Layout, Machine, MeasuredCosts, ModelShape, measure_blocks
 from pyops.plan.settings import sections
 from pyops.train.setup.trial import Trial
 
-__all__ = ["LAYOUTS", "SIZES", "Size", "shape_of"]
+__all__ = ["DEGREES", "LAYOUTS", "PRECISION", "SIZES", "Ranks", "Size", "join", "shape_of"]
 
 PRECISION = "fp32"
 DEGREES = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # of tp, by ranks
@@ -92,28 +92,34 @@ def shape_of(size: Size) -> ModelShape:
     return ModelShape.of_gpt(size.model)
 
 
-class _Ranks:
-    """A rank's trials, made when they are first asked for."""
+class Ranks:
+    """A rank's trials, made when they are first asked for.
 
-    def __init__(self, size: Size) -> None:
-        self.size = size
+    Args:
+        layouts: That are tried, by the number of ranks.
+        make: Of a layout makes a trial, with `step()` and `batch_bytes`.
+        costs: Measures what the model's parts take, with so many ranks: a dataclass.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[int, Sequence[Layout]],
+        *,
+        make: Callable[[Layout], Any],
+        costs: Callable[[int], Any],
+    ) -> None:
         self.number = dist.get_world_size() if dist.is_initialized() else 1
-        self.trials: list[Trial] = []
-        self.bytes: list[float] = []
-
-    def _made(self, layout: Layout) -> Trial:
-        tables = sections(layout, precision=PRECISION)
-        tables["model"] = asdict(self.size.model)
-        return Trial(config_of(tables))
+        self.layouts, self.make, self.costs = layouts[self.number], make, costs
+        self.trials: list[Any] = []
 
     def prepare(self) -> list[float]:
         """Make all trials; the bytes of each: what stays between steps, and the most that a step
         takes beside."""
         found = []
-        for layout in LAYOUTS[self.number]:
+        for layout in self.layouts:
             gc.collect()
             before = sum(storages().values())
-            trial = self._made(layout)
+            trial = self.make(layout)
             for _ in range(2):
                 trial.step()
             stays = sum(storages().values()) - before - trial.batch_bytes
@@ -134,17 +140,34 @@ class _Ranks:
 
     def machine(self) -> dict[str, Any]:
         """This machine with so many ranks."""
-        costs = measure_blocks(shape_of(self.size), precision=PRECISION, tp=DEGREES[self.number])
+        costs = self.costs(self.number)
         return {"machine": asdict(Machine.here()), "costs": asdict(costs)}
+
+    def functions(self) -> dict[str, Callable[[], Any]]:
+        """What a `Team` calls."""
+        return {"prepare": self.prepare, "round": self.round, "machine": self.machine}
+
+
+def join() -> None:
+    """One thread, and the other ranks where there are some."""
+    torch.set_num_threads(1)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
 
 
 def make(size: Size) -> dict[str, Callable[[], Any]]:
     """The functions of one rank."""
-    torch.set_num_threads(1)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
-    ranks = _Ranks(size)
-    return {"prepare": ranks.prepare, "round": ranks.round, "machine": ranks.machine}
+    join()
+
+    def trial(layout: Layout) -> Trial:
+        tables = sections(layout, precision=PRECISION)
+        tables["model"] = asdict(size.model)
+        return Trial(config_of(tables))
+
+    def costs(number: int) -> MeasuredCosts:
+        return measure_blocks(shape_of(size), precision=PRECISION, tp=DEGREES[number])
+
+    return Ranks(LAYOUTS, make=trial, costs=costs).functions()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from pyops.models import (
 )
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
-from pyops.plan import ModelShape, measure_blocks
+from pyops.plan import ImageShape, ModelShape, measure_blocks, measure_layers
 from pyops.precision import LossScaler, overflowed
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
@@ -140,6 +140,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         [linear()], schedule=schedule("1f1b", num_stages=1, num_microbatches=1)
     ),
     "plan.measure_blocks": lambda: measure_blocks(ModelShape.of_gpt(GPTConfig())),
+    "plan.measure_layers": lambda: measure_layers(ImageShape.named("coatnet-0")),
     "precision.LossScaler": LossScaler,
     "precision.overflowed": lambda: overflowed([X]),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
@@ -191,6 +192,10 @@ OTHERWISE = {
     "pruning.load": "the ranks that the model was made for, or this process alone",
     "pruning.save": "the ranks that the model was made for, or this process alone",
     "pipeline.profile": "measures this process alone",
+    "quantized.Int4": "inputs that share a scale",
+    "quantized.IntN": "inputs that share a scale",
+    "quantized.load": "the ranks that the model was made for, or this process alone",
+    "quantized.save": "the ranks that the model was made for, or this process alone",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",
 }

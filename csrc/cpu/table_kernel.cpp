@@ -43,6 +43,11 @@ void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
 void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
+void quantize_rows_kernel(const QuantizedRows&, int64_t, int64_t, float*);
+void scale_product_kernel(const ScaledSums&, int64_t, int64_t, float*);
+void code_product_kernel(const CodeProduct&, int64_t, int64_t);
+void decode_rows_kernel(const CodeRows&, int64_t, int64_t, float*);
+void int8_linear_kernel(const Int8Linear&, int64_t, int64_t, int64_t, void*);
 void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
 void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
@@ -100,6 +105,11 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::channel_rows_kernel,
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
+    PYOPS_ISA::quantize_rows_kernel,
+    PYOPS_ISA::scale_product_kernel,
+    PYOPS_ISA::code_product_kernel,
+    PYOPS_ISA::decode_rows_kernel,
+    PYOPS_ISA::int8_linear_kernel,
     PYOPS_ISA::few_rows_kernel,
     PYOPS_ISA::nm_mask_kernel,
     PYOPS_ISA::csr_product_kernel,

@@ -17,11 +17,12 @@ from pyops.cli.first_rank import is_first_rank
 from pyops.cli.trials import blocks_measured, num_ranks, ranks_joined, tried
 
 if TYPE_CHECKING:
-    from pyops.plan import ModelShape, Options, Plan
+    from pyops.plan import ImageShape, ModelShape, Options, Plan
 
 __all__ = ["add_plan", "plan"]
 
 NUMBERED = ("tp", "cp", "pp", "dp", "zero", "micro_batch", "num_microbatches", "stages_per_rank")
+OF_IMAGES = "coatnet-"  # begins the names of models of images
 NAMES_OF_BLOCKS = {"gpt2": "transformer.h.*"}  # of transformers' models; others "model.layers.*"
 
 
@@ -30,7 +31,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a TOML file with [model], a Hugging Face folder, or a config.json",
+        help="a TOML file with [model], a Hugging Face folder, a config.json, or coatnet-0 to "
+        "coatnet-7",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -47,10 +49,17 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sequence", type=int, default=0, metavar="N", help="tokens of a row")
     parser.add_argument(
+        "--image-size", type=int, default=0, metavar="N", help="pixels of a side, of images (224)"
+    )
+    parser.add_argument(
         "--batch", type=int, default=0, metavar="ROWS", help="of a step (four for each device)"
     )
     parser.add_argument(
-        "--tokens", type=float, default=0.0, metavar="N", help="of the whole training: 1e12"
+        "--tokens",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="of the whole training, or images: 1e12",
     )
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="(bf16)")
     parser.add_argument(
@@ -100,7 +109,7 @@ def plan(given: argparse.Namespace) -> str:
     """
     if not given.cluster and not given.measured:
         return _adapted(given.model, given.overrides, ranks=given.ranks)
-    from pyops.plan import Options, best, draw, explain, load_cluster, summary, table
+    from pyops.plan import ModelShape, Options, best, draw, explain, load_cluster, summary, table
     from pyops.plan.pictures import picture_path
 
     shape, section, defaults = _model(given)
@@ -133,8 +142,10 @@ def plan(given: argparse.Namespace) -> str:
         texts.append("no layout was tried: that is done where the model is a GPT of a TOML file")
     if given.explain:
         texts.append(explain(found, tokens=given.tokens))
-    texts += [found.code(blocks=blocks), found.toml(model=section, blocks=blocks).rstrip()]
-    texts.append(found.command(given.write or "plan.toml"))
+    texts.append(found.code(blocks=blocks))
+    if isinstance(shape, ModelShape):
+        texts.append(found.toml(model=section, blocks=blocks).rstrip())
+        texts.append(found.command(given.write or "plan.toml"))
     return "\n\n".join(texts)
 
 
@@ -149,10 +160,36 @@ def _adapted(config: str, overrides: Sequence[str], *, ranks: int) -> str:
     )
 
 
-def _model(given: argparse.Namespace) -> tuple[ModelShape, dict[str, Any] | None, dict[str, Any]]:
-    """The shape, the section [model] of a file that trains it, and what else is known of it."""
-    from pyops.plan import ModelShape
+def _of_images(given: argparse.Namespace) -> ImageShape:
+    """The shape of a CoAtNet, by its name."""
+    from pyops.plan import ImageShape, PlanError
 
+    if given.sequence:
+        raise PlanError(
+            f"--sequence {given.sequence}: {given.model} has images; give --image-size, the pixels "
+            "of a side"
+        )
+    if given.write:
+        raise PlanError(
+            f"--write {given.write}: pyops train has no task for images of {given.model}; give the "
+            "ParallelPlan that is printed to pyops.parallel.parallelize"
+        )
+    shape = ImageShape.named(given.model)
+    return shape.with_image_size(given.image_size) if given.image_size else shape
+
+
+def _model(
+    given: argparse.Namespace,
+) -> tuple[ModelShape | ImageShape, dict[str, Any] | None, dict[str, Any]]:
+    """The shape, the section [model] of a file that trains it, and what else is known of it."""
+    from pyops.plan import ModelShape, PlanError
+
+    if given.model.startswith(OF_IMAGES) and not os.path.exists(given.model):
+        return _of_images(given), None, {}
+    if given.image_size:
+        raise PlanError(
+            f"--image-size {given.image_size}: {given.model} has tokens; give --sequence"
+        )
     defaults: dict[str, Any] = {}
     section: dict[str, Any] | None
     if given.model.endswith(".toml"):
@@ -197,10 +234,13 @@ def _blocks(path: str) -> str:
 
 
 def _measured(
-    given: argparse.Namespace, shape: ModelShape, options: Options, section: dict[str, Any] | None
+    given: argparse.Namespace,
+    shape: ModelShape | ImageShape,
+    options: Options,
+    section: dict[str, Any] | None,
 ) -> Plan:
     """The plan for the ranks that run here; that of a GPT with its best layouts tried."""
-    from pyops.plan import Machine, PlanError, best
+    from pyops.plan import ImageShape, Machine, PlanError, best, measure_layers
 
     ranks = num_ranks()
     if given.devices not in (0, ranks):
@@ -209,6 +249,10 @@ def _measured(
         )
     with ranks_joined():
         cluster = Machine.here().cluster()
+        if isinstance(shape, ImageShape):
+            degrees = range(1, ranks + 1)
+            layers = measure_layers(shape, precision=options.precision, tp=degrees)
+            return best(shape, cluster, options, measured=layers)
         costs = blocks_measured(shape, options.precision)
         found = best(shape, cluster, options, measured=costs)
         if section is None or "folder" in section:

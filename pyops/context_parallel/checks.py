@@ -95,7 +95,7 @@ def _check_counters(lengths: tuple[int, int], problem: Problem) -> None:
     if dropout is None:
         return
     for i, name in enumerate(("num_queries", "num_keys")):
-        given, needed = getattr(dropout, name), lengths[i] - dropout.padding
+        given, needed = getattr(dropout, name), lengths[i]
         if given is not None and mask.documents is not None:
             ids = pair(mask)[i]
             real = (ids >= 0).any(0).nonzero() if ids.device.type == "cpu" else None
@@ -184,7 +184,7 @@ def described(
     if mask.layout is not None:
         found["the layout"] = f"{mask.layout!r}, {_mark(mask.layout.indices)}"
     if dropout is not None:
-        found["the state of dropout"] = f"{_mark(dropout.state)}, padding {dropout.padding}"
+        found["the state of dropout"] = _mark(dropout.state)
     return found
 
 

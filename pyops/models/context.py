@@ -109,6 +109,14 @@ class TokenContext:
             return None
         return -(torch.arange(length, device=device) >= self.tokens).int().expand(rows, length)
 
+    def added(self, own: int, rows: int, device: torch.device) -> Tensor | None:
+        """As `documents`, -1 for what was added to rows, of which a rank has so many tokens, so
+        that ranks share them out equally."""
+        if self.unpadded is None:
+            return None
+        places = torch.arange(own * self.ranks.size, device=device)
+        return -(places >= self.unpadded).int().expand(rows, -1)
+
     def counted(self, own: int) -> int:
         """By how many tokens of a row dropout counts, where a rank has so many."""
         return self.unpadded or own * self.ranks.size

@@ -7,7 +7,7 @@
 
 | file | what it holds |
 |---|---|
-| shapes.py | a model as numbers |
+| shapes/ | a model as numbers: a decoder, a CoAtNet |
 | clusters.py, data/ | devices and links, from TOML; each figure with its source |
 | layout.py | one way to share a training out; what the training program does |
 | costs/ | bytes of a rank and seconds of a step, term by term: what is computed, messages, turns |
@@ -23,7 +23,8 @@ what is predicted.
 
 from pyops.plan.clusters import Cluster, Device, Efficiency, Host, Link, cluster_names, load_cluster
 from pyops.plan.costs.computing import Case
-from pyops.plan.costs.measured import Line, MeasuredCosts
+from pyops.plan.costs.images import ImageCase, image_memory, image_step
+from pyops.plan.costs.measured import Line, MeasuredCosts, MeasuredLayers
 from pyops.plan.costs.rank_memory import Memory, memory
 from pyops.plan.costs.times import StepTime, step_time
 from pyops.plan.failures import Failures, spares
@@ -33,11 +34,12 @@ from pyops.plan.layouts.options import Options
 from pyops.plan.layouts.pricing import Priced
 from pyops.plan.layouts.search import search
 from pyops.plan.measuring.blocks import measure_blocks
+from pyops.plan.measuring.layers import measure_layers
 from pyops.plan.measuring.machine import Machine
 from pyops.plan.measuring.profiled import ProfiledCosts
 from pyops.plan.pictures import draw
 from pyops.plan.result import Plan, best
-from pyops.plan.shapes import ModelShape, PlanError
+from pyops.plan.shapes import ImageShape, ModelShape, PlanError
 from pyops.plan.show import explain, summary, table
 
 __all__ = [
@@ -51,11 +53,14 @@ __all__ = [
     "Efficiency",
     "Failures",
     "Host",
+    "ImageCase",
+    "ImageShape",
     "Layout",
     "Line",
     "Link",
     "Machine",
     "MeasuredCosts",
+    "MeasuredLayers",
     "Memory",
     "ModelShape",
     "Options",
@@ -73,8 +78,11 @@ __all__ = [
     "draw",
     "explain",
     "gustafson",
+    "image_memory",
+    "image_step",
     "load_cluster",
     "measure_blocks",
+    "measure_layers",
     "memory",
     "search",
     "spares",

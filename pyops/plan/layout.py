@@ -180,6 +180,9 @@ class Software:
     """Whose layers: "pyops" or "megatron" (Korthikanti et al., table 2, with dropout)."""
     fused_attention: bool = True
     """Whether scores are never in memory, and masked ones never computed."""
+    attention: float = 0.0
+    """Part of the peak that its fused attention reaches, of the scores that a causal mask leaves;
+    0: as the device's file says."""
     elementwise_bytes: float = 20.0
     """Bytes that norms (8) and residual sums (12; 14 with dropout) of a block move in forward, for
     each token and unit of width, in 16 bits."""

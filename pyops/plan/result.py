@@ -15,7 +15,8 @@ from typing import Any
 from pyops.parallel import ParallelPlan
 from pyops.plan.clusters import GIB, Cluster, cluster_of
 from pyops.plan.costs.computing import Case
-from pyops.plan.costs.measured import MeasuredCosts
+from pyops.plan.costs.images import ImageCase
+from pyops.plan.costs.measured import MeasuredCosts, MeasuredLayers
 from pyops.plan.costs.rank_memory import Memory
 from pyops.plan.costs.times import StepTime
 from pyops.plan.failures import Failures
@@ -26,12 +27,11 @@ from pyops.plan.layouts.pricing import Priced
 from pyops.plan.layouts.reasons import strategies_of
 from pyops.plan.layouts.search import Found, search
 from pyops.plan.settings import BLOCKS, as_python, codec_code, parallel_plan, sections, toml_text
-from pyops.plan.shapes import ModelShape, PlanError, count
+from pyops.plan.shapes import ImageShape, ModelShape, PlanError, count
 
 __all__ = ["Plan", "best"]
 
 RUNNERS_UP = 9
-CONVENTION = "6 (N - E) + 12 L a w s operations a token, causal masks not halved"
 FORMAT = 2  # of to_json
 # Of what shrinks with more ranks that share the same batch; the rest of a step does not.
 SHRINKS = ("products", "attention", "between", "recomputed")
@@ -41,7 +41,7 @@ SHRINKS = ("products", "attention", "between", "recomputed")
 class Plan:
     """The layout that was chosen, with what it takes, and the others."""
 
-    shape: ModelShape
+    shape: ModelShape | ImageShape
     """The model."""
     cluster: Cluster
     """The devices and links."""
@@ -68,7 +68,7 @@ class Plan:
         return self.best.layout
 
     def tokens_per_second(self, priced: Priced | None = None) -> float:
-        """Tokens of a second and device.
+        """Tokens, or images, of a second and device.
 
         Args:
             priced: Another layout than the best.
@@ -78,7 +78,7 @@ class Plan:
         return rows * self.shape.sequence_length / priced.seconds / self.cluster.num_devices
 
     def mfu(self, priced: Priced | None = None) -> float:
-        """Model operations over the device's peak; see `CONVENTION`.
+        """Model operations over the device's peak, as the shape's `convention` counts them.
 
         Args:
             priced: Another layout than the best.
@@ -208,7 +208,7 @@ class Plan:
                 "gib": self.best.memory.gib,
                 "tokens_per_second_and_device": self.tokens_per_second(),
                 "mfu": self.mfu(),
-                "mfu_convention": CONVENTION,
+                "mfu_convention": self.shape.convention,
             },
         }
         return json.dumps(tree, indent=2)
@@ -231,7 +231,7 @@ class Plan:
                     "pyops plan --json"
                 )
             return cls(
-                shape=ModelShape.of_numbers(tree["shape"]),
+                shape=_shape(tree["shape"]),
                 cluster=cluster_of(tree["cluster"], where="cluster").with_devices(
                     tree["num_devices"]
                 ),
@@ -251,6 +251,10 @@ class Plan:
                 f"this is no plan in JSON ({type(error).__name__}: {error}); make one with pyops "
                 "plan --json"
             ) from None
+
+
+def _shape(tree: Mapping[str, Any]) -> ModelShape | ImageShape:
+    return (ImageShape if "config" in tree else ModelShape).of_numbers(tree)
 
 
 def _options(tree: Mapping[str, Any]) -> Options:
@@ -294,12 +298,12 @@ def _table_of(cluster: Cluster) -> dict[str, Any]:
 
 
 def best(
-    shape: ModelShape,
+    shape: ModelShape | ImageShape,
     cluster: Cluster,
     options: Options | None = None,
     *,
     software: Software = PYOPS,
-    measured: MeasuredCosts | None = None,
+    measured: MeasuredCosts | MeasuredLayers | None = None,
 ) -> Plan:
     """The layout whose steps are fastest, of those that fit.
 
@@ -308,7 +312,8 @@ def best(
         cluster: The devices and links.
         options: The batch, the precision, what is fixed.
         software: What trains it.
-        measured: What the model's blocks were measured to take; None: formulas say it.
+        measured: What the model's blocks, or the layers of a model of images, were measured to
+            take; None: formulas say it.
 
     Raises:
         PlanError: Nothing fits, naming the nearest and what is missing; or options that make no
@@ -316,7 +321,7 @@ def best(
     """
     options = options or Options()
     options.validate()
-    case = Case(shape, cluster, software, options.precision, measured)
+    case = _case(shape, cluster, software, options, measured)
     cluster.device.operations(options.precision)
     found = search(case, options)
     if not found.fitting:
@@ -335,7 +340,34 @@ def best(
     )
 
 
-def _nothing_fits(case: Case, options: Options, found: Found) -> str:
+def _case(
+    shape: ModelShape | ImageShape,
+    cluster: Cluster,
+    software: Software,
+    options: Options,
+    measured: MeasuredCosts | MeasuredLayers | None,
+) -> Case | ImageCase:
+    if isinstance(shape, ModelShape):
+        if isinstance(measured, MeasuredLayers):
+            raise PlanError(
+                f"measured has layers of images, but {shape.name} is a decoder; measure its blocks "
+                "by measure_blocks"
+            )
+        return Case(shape, cluster, software, options.precision, measured)
+    if isinstance(measured, MeasuredCosts):
+        raise PlanError(
+            f"measured has blocks of a decoder, but {shape.name} is a model of images; measure its "
+            "layers by measure_layers"
+        )
+    if options.codecs:
+        raise PlanError(
+            f"codecs is {options.codecs!r}, which are not counted for models of images; leave them "
+            "out"
+        )
+    return ImageCase(shape, cluster, software, options.precision, measured)
+
+
+def _nothing_fits(case: Case | ImageCase, options: Options, found: Found) -> str:
     """What is missing, and how many devices would have it."""
     room = options.memory_part * case.cluster.device.memory_gib
     nearest, short = found.smallest, found.smallest.memory.gib - room
@@ -343,7 +375,7 @@ def _nothing_fits(case: Case, options: Options, found: Found) -> str:
     most = max(parts, key=lambda name: parts[name])
     more = 2 * case.cluster.num_devices
     fix = (
-        "shorter rows, or a smaller model"
+        ("shorter rows" if isinstance(case, Case) else "smaller images") + ", or a smaller model"
         if most in ("activations", "recomputed", "logits")
         else f"{more} devices"
     )

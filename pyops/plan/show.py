@@ -16,7 +16,7 @@ from pyops.plan.costs.rank_memory import Memory
 from pyops.plan.costs.times import StepTime
 from pyops.plan.laws import amdahl, gustafson
 from pyops.plan.layouts.pricing import Priced
-from pyops.plan.result import CONVENTION, Plan
+from pyops.plan.result import Plan
 from pyops.plan.shapes import count
 
 __all__ = ["bars", "explain", "summary", "table"]
@@ -37,7 +37,7 @@ def table(plan: Plan, *, rows: int = 6) -> str:
     """
     lines = [
         f"  {'layout':24} zero {'micro':>9} {'recompute':9} {'schedule':14} {'GiB':>6} "
-        f"{'step':>8} {'tok/s each':>10} {'MFU':>5}"
+        f"{'step':>8} {plan.shape.unit + '/s each':>10} {'MFU':>5}"
     ]
     for number, each in enumerate((plan.best, *plan.runners_up[: rows - 1])):
         lines.append(("* " if not number else "  ") + _row(plan, each))
@@ -102,7 +102,7 @@ def summary(plan: Plan) -> str:
     return (
         f"{shape.name}, {count(shape.num_parameters)} parameters, on "
         f"{cluster.num_devices} x {cluster.device.name} ({nodes}), {plan.options.precision}, "
-        f"{plan.layout.batch} rows of {shape.sequence_length} tokens a step\n"
+        f"{plan.layout.batch} {shape.rows} a step\n"
         f"{plan.num_tried:,} layouts, {plan.num_fitting:,} fit"
     )
 
@@ -125,7 +125,7 @@ def explain(plan: Plan, *, tokens: float = 0.0, sources: bool = True) -> str:
         bars(memory, unit="GiB", scale=GIB),
         _step(plan),
         bars(times, unit="s", scale=1.0),
-        f"MFU: {CONVENTION}",
+        f"MFU: {plan.shape.convention}",
         "why not simpler",
         "\n".join(f"  {name:28} {why}" for name, why in plan.reasons),
         *_laws(plan),

@@ -1,10 +1,20 @@
-"""Models of fewer bits: weights, and if wanted activations, as integers with scales.
+"""Models of fewer bits: the weights of linear layers, and if wanted their inputs, as integers with
+scales.
+
+    report = convert(model, Scheme(weights=Int8(), activations=Int8(per="token")))    in place
+    print(report)                                                  error and bytes of each layer
+    save(model, folder); load(model, folder)                       at any number of ranks
 
 | file | what it does |
 |---|---|
 | formats.py | int8, int4, fp8: how numbers become codes and scales, exactly |
+| linear.py, linear_shape.py | the layer that computes with codes, also shared by ranks |
+| layers.py | the layers of a model that can be converted |
+| conversion.py, report.py | convert, and what it did to each layer |
+| saving.py | folders of converted models |
 """
 
+from pyops.quantized.conversion import convert
 from pyops.quantized.formats import (
     FP8,
     Codes,
@@ -15,5 +25,23 @@ from pyops.quantized.formats import (
     decode,
     encode,
 )
+from pyops.quantized.linear import QuantizedLinear
+from pyops.quantized.report import LayerReport, Report
+from pyops.quantized.saving import load, save
 
-__all__ = ["FP8", "Codes", "Int4", "Int8", "IntN", "Scheme", "decode", "encode"]
+__all__ = [
+    "FP8",
+    "Codes",
+    "Int4",
+    "Int8",
+    "IntN",
+    "LayerReport",
+    "QuantizedLinear",
+    "Report",
+    "Scheme",
+    "convert",
+    "decode",
+    "encode",
+    "load",
+    "save",
+]

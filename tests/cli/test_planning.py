@@ -89,6 +89,23 @@ def test_blocks_of_a_folder_have_their_names(capsys, folder: Path):
     assert 'modules = ["model.layers.*"]' in out
 
 
+def test_a_model_of_images_has_a_name(capsys):
+    words = ["coatnet-0", "--cluster", "h100", "--devices", "8", "--batch", "512"]
+    out = run(capsys, *words, "--image-size", "96", "--explain")
+    assert out.startswith("coatnet-0, 25 million parameters, on 8 x NVIDIA H100 SXM (1 node)")
+    assert "512 images of 96 x 96 pixels a step" in out
+    assert "ParallelPlan(dp=8" in out
+    assert "pyops train" not in out
+    for wrong, message in (
+        (["--sequence", "64"], "--sequence 64: coatnet-0 has images; give --image-size"),
+        (["--write", "plan.toml"], "--write plan.toml: pyops train has no task for images"),
+        (["--image-size", "100"], "image_size is 100, which is no multiple of 32"),
+        (["--codec", "int8"], "not counted for models of images"),
+    ):
+        assert message in refused(capsys, *words, *wrong)
+    assert "there is no CoAtNet '11'" in refused(capsys, "coatnet-11", "--cluster", "h100")
+
+
 def test_a_file_on_a_laptop(capsys, file: Path, tmp_path: Path):
     target = tmp_path / "plan.toml"
     out = run(capsys, file, "--cluster", "laptop", "--explain", "--write", target)
@@ -207,6 +224,7 @@ def test_without_a_cluster_it_is_the_layout_of_a_file(capsys, file: Path):
         (["--cluster", "a100", "--write", "no/where.toml"], "--write no/where.toml: No such file"),
         (["--cluster", "a100", "--batch", "-3"], "batch is -3; give a whole number of rows"),
         (["--cluster", "a100", "--codec", "zip"], "codecs has 'zip'; choose among none, bf16"),
+        (["--cluster", "a100", "--image-size", "64"], "--image-size 64: "),
         (["--measured", "--batch", "-3"], "batch is -3; give a whole number of rows"),
     ],
 )

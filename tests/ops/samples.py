@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
+from tests.ops.code_samples import CODE_SAMPLES
 from tests.ops.image_samples import IMAGE_SAMPLES
 from tests.ops.sparse.samples import SPARSE_SAMPLES
 
@@ -439,6 +440,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "fake_quantize": partial(_fake_quantize, backward=False),
     "fake_quantize_backward": partial(_fake_quantize, backward=True),
     **IMAGE_SAMPLES,
+    **CODE_SAMPLES,
     **SPARSE_SAMPLES,
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (

@@ -37,6 +37,9 @@ STEMS = (
     "norm",
     "depthwise",
     "batch_norm",
+    "scaled",
+    "code_rows",
+    "int8_linear",
     "few_rows",
     "cross_entropy",
     "attention",
@@ -56,7 +59,8 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems(
+OF_CODES = of_stems("scaled", "code_rows") - {"decode_rows"}
+IN_TRITON = OF_CODES | of_stems(
     "activation",
     "dropout",
     "fake_quantize",
@@ -67,10 +71,12 @@ IN_TRITON = of_stems(
     "nm_mask",
 )
 # Those that torch's own kernels, or the CPU's, answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "csr_product", "stripe_search")
+BY_TORCH = {"decode_rows"} | of_stems(
+    "depthwise", "batch_norm", "few_rows", "int8_linear", "csr_product", "stripe_search"
+)
 DIFFERENTIABLE = {  # with a derivative
     op
-    for op in (IN_TRITON | of_stems("depthwise")) - of_stems("nm_mask")
+    for op in (IN_TRITON | of_stems("depthwise")) - OF_CODES - of_stems("nm_mask")
     if not op.endswith(("_backward", "_"))
 }
 
@@ -144,6 +150,8 @@ COUNTED = {
     "attention_backward": 5 * PRODUCT,
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
+    "code_rows_product": 2 * 3 * 24 * 5,
+    "int8_linear": 2 * 3 * 26 * 20,
     "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
     "csr_product": 2 * 3 * 5,  # three values, five columns
 }

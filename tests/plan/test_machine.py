@@ -34,6 +34,13 @@ def test_a_measured_machine_predicts_what_was_measured():
     assert best(TINY, cluster, Options(batch=4, precision="fp32")).best.seconds > 0
 
 
+def test_messages_are_computed_by_the_ranks_where_no_processor_is_spare():
+    threads = torch.get_num_threads()
+    for processors, contention in ((0, 0.5), (2 * threads + 1, 0.5), (2 * threads, 1.0)):
+        found = replace(MACHINE, processors=processors).cluster()
+        assert found.node.contention == contention
+
+
 def test_the_slowest_rank_counts():
     quick = {width: 3 * rate for width, rate in WIDE.items()}
     other = replace(MACHINE, products={"fp32": quick, "bf16": quick}, latency=1e-3, bandwidth=1e9)

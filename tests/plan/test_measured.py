@@ -24,6 +24,7 @@ from pyops.plan import (
     memory,
     step_time,
 )
+from pyops.plan.costs.times import COMPUTED
 from pyops.plan.layouts.reasons import strategies_of
 from pyops.plan.measuring.machine import WIDTHS
 from tests.plan.shapes import TINY, gpt
@@ -41,7 +42,7 @@ COSTS = MeasuredCosts(
     launch=1e-6,
     again=0.75,
     of_a_message=1000.0,
-    of_a_turn=100.0,
+    of_a_step=1.0,
 )
 SHAPE = gpt(4, 64, 4, vocab=96, sequence=32)
 ALONE = replace(PYOPS, straggling=0.0)
@@ -63,11 +64,11 @@ def test_a_line_goes_through_two_points():
 
 def test_a_step_is_made_of_what_was_measured():
     """Two rows in each of three micro-batches on one rank: four blocks of 5 and 10 ms, ends of 6,
-    and 0.3 ms of the host; 1 ns for each parameter."""
+    and no messages; 1 ns for each parameter."""
     found = of(Layout(micro_batch=2, num_microbatches=3))
     computed = found.products + found.attention + found.between
     assert computed == pytest.approx(3 * (4 * (5 + 10) + 6) * 1e-3)
-    assert found.host == pytest.approx(3 * 100 * 1e-6)
+    assert found.host == 0.0
     assert found.optimizer == pytest.approx(1e-9 * SHAPE.num_parameters)
     assert found.recomputed == 0.0
     again = of(Layout(micro_batch=2, num_microbatches=3, recompute="block"))
@@ -87,9 +88,13 @@ def test_a_step_is_made_of_what_was_measured():
     ids=str,
 )
 def test_each_message_takes_the_host_some_time(layout: Layout, messages: int):
-    """1,000 operations of a microsecond each, four blocks; 100 of each micro-batch."""
-    turns = 100 * layout.num_microbatches
-    assert of(layout).host == pytest.approx((1000 * messages + turns) * 1e-6)
+    """1,000 operations of a microsecond each, four blocks."""
+    assert of(layout).host == pytest.approx(1000 * messages * 1e-6)
+
+
+def test_a_step_takes_longer_than_its_parts_by_themselves():
+    layout = Layout(micro_batch=2, num_microbatches=3, recompute="block")
+    assert of(layout, of_a_step=1.5).total == pytest.approx(1.5 * of(layout).total)
 
 
 def test_ranks_of_tp_have_the_blocks_that_were_measured_for_them():
@@ -99,6 +104,15 @@ def test_ranks_of_tp_have_the_blocks_that_were_measured_for_them():
     )
     unknown = of(Layout(tp=4, micro_batch=2))  # by the formulas, in their place
     assert unknown.products != pytest.approx(found.products)
+
+
+def test_sequence_parallel_ranks_compute_a_part_of_what_lies_between_the_layers():
+    plain = of(Layout(tp=2, micro_batch=2))
+    cut = of(Layout(tp=2, micro_batch=2, sequence_parallel=True))
+    assert cut.products == pytest.approx(plain.products)
+    assert cut.attention == pytest.approx(plain.attention)
+    # All of it but what the MLP's activation moves, and the ends.
+    assert 0.4 * plain.between < cut.between < 0.9 * plain.between
 
 
 def test_ranks_of_cp_have_a_part_of_the_rows():
@@ -114,7 +128,11 @@ def test_more_ranks_than_processors_take_turns():
     case = Case(SHAPE, cluster, ALONE, "fp32", COSTS)
     layout = Layout(dp=4, micro_batch=2)
     found = step_time(case, layout)
-    assert found.total == pytest.approx(2 * (found.total - found.crowding))
+    busy = sum(getattr(found, name) for name in COMPUTED)
+    assert found.crowding == pytest.approx(busy)
+    # Messages were timed with four ranks, turns and all.
+    assert found.data_messages > 0
+    assert found.total == pytest.approx(2 * busy + found.data_messages)
     assert step_time(replace(case, cluster=replace(cluster, processors=4)), layout).crowding == 0
     staged = Layout(pp=4, schedule="1f1b", num_microbatches=4)
     crowded = step_time(case, staged)

@@ -22,6 +22,8 @@ SMALL = SIZES["small"]
 LAYOUTS = (
     Layout(pp=2, schedule="1f1b", micro_batch=2, num_microbatches=4),
     Layout(dp=2, zero=2, micro_batch=1, num_microbatches=4),
+    Layout(dp=2, zero=3, micro_batch=4),
+    Layout(dp=2, zero=3, micro_batch=4, recompute="block"),
 )
 
 

@@ -120,7 +120,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
-        ["sparse"],
+        ["codes", "sparse"],
         ["symmetric_step", "triton"],
     ],
     "optim": [

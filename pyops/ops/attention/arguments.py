@@ -87,6 +87,3 @@ class AttentionDropout:
     row_stride: int | None = None
     """How far the counters of a row lie behind those of the one before; None: num_heads *
     num_queries * num_keys."""
-    padding: int = 0
-    """How many places after num_queries, and num_keys, are padding: what falls there counts
-    nowhere, and shares its counters with others."""

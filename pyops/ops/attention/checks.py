@@ -288,7 +288,7 @@ def _check_counters(q: Tensor, k: Tensor, mask: AttentionMask, dropout: Attentio
         if given is None or (given >= own and places is None):
             continue
         needed = _counted(places, ids, own)
-        if needed is not None and given < max(needed - max(dropout.padding, 0), 1):
+        if needed is not None and given < needed:
             raise ValueError(
                 f"attention: {name} is {given}, and the counters of {needed} are needed"
             )

@@ -258,8 +258,7 @@ class KeyedStream(nn.Module):
         assert self.context is not None
         T = self.context.counted(q.shape[1])
         found = self.of_weights((q.shape[0], q.shape[2], T, T), p, q.device)
-        padding = q.shape[1] * self.context.ranks.size - T
-        return replace(found, num_queries=T, num_keys=T, padding=padding)
+        return replace(found, num_queries=T, num_keys=T)
 
     def of_weights(
         self, shape: tuple[int, ...], p: float, device: torch.device

@@ -89,8 +89,10 @@ class SharedFunctions(TorchFunctionMode):
             if stream is None:
                 raise self._refused(f"dropout {call.dropout_p} that is not drawn by counters")
             drops = stream.of_own_weights(q, call.dropout_p)
+        documents = self.context.added(q.shape[1], len(q), q.device)
+        seen = AttentionMask(causal=call.is_causal, documents=documents)
         y = self.context.row_of(q.shape[1]).attention(
-            q, k, v, scale=call.scale, mask=AttentionMask(causal=call.is_causal), dropout=drops
+            q, k, v, scale=call.scale, mask=seen, dropout=drops
         )
         y = y.transpose(1, 2)
         return y if call.query.dim() == 4 else y.squeeze(1)

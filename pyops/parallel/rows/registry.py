@@ -174,11 +174,14 @@ def _over_ranks(
     calls.number += 1
     q, k, v = (x.transpose(1, 2) for x in qkv)
     causal = options.get("is_causal")
+    documents = whole if whole is not None and whole.dtype == torch.int32 else None
+    if documents is None:
+        documents = calls.context.added(q.shape[1], len(q), q.device)
     seen = AttentionMask(
         causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
         window=None if window is None else (window - 1, None),
         keys=whole if whole is not None and whole.dtype == torch.bool else None,
-        documents=whole if whole is not None and whole.dtype == torch.int32 else None,
+        documents=documents,
     )
     row = calls.context.row_of(q.shape[1])
     drops: AttentionDropout | None = None

@@ -11,7 +11,7 @@ the proportion of the formulas.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyops.plan.clusters import Cluster
 from pyops.plan.costs.measured import Line, MeasuredCosts
@@ -84,17 +84,8 @@ def rows_of(layout: Layout) -> float:
     return layout.micro_batch / layout.cp
 
 
-def _as_measured(formula: Pass, lines: Mapping[int, Line], layout: Layout) -> Pass:
-    return formula.times(lines[layout.tp].at(rows_of(layout)) / formula.total)
-
-
-def forward_of(case: Case, layout: Layout) -> Pass:
-    """Of a block, messages apart.
-
-    Args:
-        case: The model, the cluster, the program.
-        layout: How the training is shared out.
-    """
+def _formula(case: Case, layout: Layout) -> Pass:
+    """Forward of a block, by what it computes and moves."""
     shape, device, software = case.shape, case.cluster.device, case.software
     tokens, t = rows_of(layout) * shape.sequence_length, layout.tp
     peak, element = device.operations(case.precision), ELEMENT_BYTES[case.precision]
@@ -102,7 +93,8 @@ def forward_of(case: Case, layout: Layout) -> Pass:
     product = peak * device.efficiency.of_width(shape.dim / t)
     scores = tokens * shape.sequence_length * shape.query_width / t
     if software.fused_attention:
-        attention = 2.0 * scores / (peak * device.efficiency.attention)
+        reached = software.attention or device.efficiency.attention
+        attention = 2.0 * scores / (peak * reached)
     else:
         attention = 4.0 * scores / product
         # For each query and key of each head.
@@ -117,9 +109,39 @@ def forward_of(case: Case, layout: Layout) -> Pass:
         activation += 2.0 * (shape.query_width + shape.kv_width)  # rotated
     moved = software.elementwise_bytes * element / 2.0 * shape.dim * tokens * share
     moved = software.unfused * (moved + element * activation * tokens / t)
-    formula = Pass(2.0 * tokens * shape.block_matrices / t / product, attention, moved / memory)
-    found = case.measured_for(layout)
-    return formula if found is None else _as_measured(formula, found.forward, layout)
+    return Pass(2.0 * tokens * shape.block_matrices / t / product, attention, moved / memory)
+
+
+def _back(case: Case, forward: Pass) -> Pass:
+    of_scores = 2.5 if case.software.fused_attention else 2.0
+    return Pass(2.0 * forward.products, of_scores * forward.attention, 2.0 * forward.between)
+
+
+def _as_measured(
+    case: Case, layout: Layout, formula: Pass, lines: Mapping[int, Line], *, backward: bool
+) -> Pass:
+    """The formula, scaled as it is for the block that was measured: without sequence parallelism,
+    where every rank computes what lies between the layers of all tokens."""
+    whole = formula
+    if layout.sequence_parallel:
+        whole = _formula(case, replace(layout, sequence_parallel=False))
+        whole = _back(case, whole) if backward else whole
+    measured = lines[layout.tp].at(rows_of(layout))
+    assert case.measured is not None
+    return formula.times(case.measured.of_a_step * measured / whole.total)
+
+
+def forward_of(case: Case, layout: Layout) -> Pass:
+    """Of a block, messages apart.
+
+    Args:
+        case: The model, the cluster, the program.
+        layout: How the training is shared out.
+    """
+    formula, found = _formula(case, layout), case.measured_for(layout)
+    if found is None:
+        return formula
+    return _as_measured(case, layout, formula, found.forward, backward=False)
 
 
 def backward_of(case: Case, layout: Layout, forward: Pass) -> Pass:
@@ -130,10 +152,11 @@ def backward_of(case: Case, layout: Layout, forward: Pass) -> Pass:
         layout: How the training is shared out.
         forward: Of the block.
     """
-    of_scores = 2.5 if case.software.fused_attention else 2.0
-    formula = Pass(2.0 * forward.products, of_scores * forward.attention, 2.0 * forward.between)
     found = case.measured_for(layout)
-    return formula if found is None else _as_measured(formula, found.backward, layout)
+    if found is None:
+        return _back(case, forward)
+    formula = _back(case, _formula(case, layout))
+    return _as_measured(case, layout, formula, found.backward, backward=True)
 
 
 def again_of(case: Case, layout: Layout, forward: Pass) -> Pass:
@@ -171,7 +194,7 @@ def ends(case: Case, layout: Layout) -> Pass:
     seconds = sum(
         lines[layout.tp].at(rows_of(layout)) for lines in (found.ends_forward, found.ends_backward)
     )
-    return formula.times(seconds / formula.total)
+    return formula.times(found.of_a_step * seconds / formula.total)
 
 
 def optimizer_seconds(case: Case, layout: Layout) -> float:
@@ -184,6 +207,6 @@ def optimizer_seconds(case: Case, layout: Layout) -> float:
     count = max(rank_parameters(case.shape, layout, rank) for rank in (0, layout.pp - 1))
     owned = count / layout.copies if layout.zero else count
     if case.measured is not None:
-        return case.measured.optimizer.at(owned)
+        return case.measured.of_a_step * case.measured.optimizer.at(owned)
     device = case.cluster.device
     return OPTIMIZER_BYTES * owned / (device.memory_bandwidth * device.efficiency.memory)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Line", "MeasuredCosts"]
+__all__ = ["Line", "MeasuredCosts", "MeasuredLayers"]
 
-OF_A_MESSAGE, OF_A_TURN = 150.0, 0.0
+# Fitted to every third layout of `python -m benchmarks plan`, of a GPT on two cores.
+OF_A_MESSAGE, OF_A_STEP = 200.0, 1.17
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,42 @@ class MeasuredCosts:
     again: float = 1.0
     """Which part of a forward the recomputation of a block takes longer."""
     of_a_message: float = OF_A_MESSAGE
-    """Such operations that a message between ranks takes beside its time on the link: an estimate,
-    until layouts are run."""
-    of_a_turn: float = OF_A_TURN
-    """Likewise of a micro-batch, on each stage of a pipeline."""
+    """Such operations that a message between ranks takes beside its time on the link: fitted."""
+    of_a_step: float = OF_A_STEP
+    """How many times as long as its parts, timed one by one, a step computes: each finds the caches
+    as others have left them. Fitted."""
     facts: Mapping[str, str] = field(default_factory=dict, compare=False)
     """On what, and with how many ranks."""
 
     def has(self, tp: int) -> bool:
         """Whether blocks were measured as tp ranks cut them.
+
+        Args:
+            tp: How many ranks.
+        """
+        return tp in self.forward
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """Seconds that the ranks of a machine took for each layer of a model of images, all of them at
+    the same time."""
+
+    forward: Mapping[int, tuple[Line, ...]]
+    """{tp: of each layer, by images}, with the messages of tp."""
+    backward: Mapping[int, tuple[Line, ...]]
+    """Likewise."""
+    optimizer: Line
+    """Of a step, by the elements that a rank owns, their norm included."""
+    launch: float
+    """Seconds of an operation that has next to nothing to do."""
+    of_a_message: float = OF_A_MESSAGE
+    """As in `MeasuredCosts`."""
+    of_a_step: float = 1.0
+    """As in `MeasuredCosts`; layers are timed in turn, as a step has them."""
+
+    def has(self, tp: int) -> bool:
+        """Whether layers were measured as tp ranks cut them.
 
         Args:
             tp: How many ranks.

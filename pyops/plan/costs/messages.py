@@ -9,17 +9,23 @@ dp    gradients once a step, parameters by the stage of ZeRO
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from pyops.plan.clusters import Cluster, Link
 from pyops.plan.costs.codecs import codec_bytes, codec_seconds
 from pyops.plan.costs.computing import Case, Pass
 from pyops.plan.costs.context import received
 from pyops.plan.costs.links import exposed, group_link, ring
 from pyops.plan.costs.rank_memory import ELEMENT_BYTES, blocks_of_a_rank, rank_parameters
-from pyops.plan.layout import Layout
+from pyops.plan.layout import Layout, Software
 
 __all__ = [
+    "Held",
+    "Sent",
     "context_messages",
+    "copies_messages",
     "data_messages",
+    "neighbor_messages",
     "num_messages",
     "pipeline_messages",
     "tensor_messages",
@@ -60,15 +66,12 @@ def context_messages(case: Case, layout: Layout, attention: Pass) -> tuple[float
     if layout.cp == 1:
         return 0.0, 0.0
     link = group_link(case.cluster, ranks=layout.cp, stride=layout.tp)
-    element = ELEMENT_BYTES[case.precision]
-    found = []
-    for backward in (False, True):
-        each = received(case.shape, layout, backward=backward)
-        nbytes = layout.micro_batch * (element * each.numbers + 4.0 * each.in_fp32)
-        seconds = each.hops * link.latency + nbytes / link.speed
+    cost, found = received(case.shape, layout, precision=case.precision), []
+    for each, hides in ((cost.forward, 1.0), (cost.backward, 2.5)):
+        nbytes = layout.micro_batch * each.received_bytes
+        seconds = each.messages * link.latency + nbytes / link.speed
         if layout.cp_method == "ring":  # the next part comes while the part at hand is computed
-            hide = attention.attention * (2.5 if backward else 1.0)
-            seconds = exposed(seconds, hide, link, case.software)
+            seconds = exposed(seconds, hides * attention.attention, link, case.software)
         found.append(seconds)
     return found[0], found[1]
 
@@ -81,17 +84,32 @@ def pipeline_messages(case: Case, layout: Layout, work: float) -> float:
         layout: With its pp.
         work: Seconds that a micro-batch computes on a rank.
     """
-    if layout.pp == 1:
-        return 0.0
     tokens = layout.micro_batch * case.shape.sequence_length / layout.cp
     cut = layout.sequence_parallel or case.software.cuts_messages
     share = 1.0 / layout.tp if cut else 1.0
     nbytes = tokens * case.shape.dim * ELEMENT_BYTES[case.precision] * share
-    link = group_link(case.cluster, ranks=layout.pp, stride=layout.tp * layout.copies)
-    if link is not case.cluster.node:
-        link = case.cluster.network
+    return neighbor_messages(case.cluster, case.software, layout, nbytes=nbytes, work=work)
+
+
+def neighbor_messages(
+    cluster: Cluster, software: Software, layout: Layout, *, nbytes: float, work: float
+) -> float:
+    """What sends to and receipts from neighbors in a pipeline take beside the computation.
+
+    Args:
+        cluster: The devices and links.
+        software: Whether it sends beside the computation.
+        layout: With its pp.
+        nbytes: Of a micro-batch from stage to stage.
+        work: Seconds that a micro-batch computes on a rank.
+    """
+    if layout.pp == 1:
+        return 0.0
+    link = group_link(cluster, ranks=layout.pp, stride=layout.tp * layout.copies)
+    if link is not cluster.node:
+        link = cluster.network
     each = 2.0 * layout.stages_per_rank * (link.latency + nbytes / link.speed)
-    if case.software.overlaps_gradients:
+    if software.overlaps_gradients:
         waits = max(0.0, each - work) + link.contention * min(each, work)
         return layout.num_microbatches * waits + (layout.pp - 1) * each
     return layout.num_microbatches * each
@@ -107,24 +125,69 @@ def data_messages(case: Case, layout: Layout, *, work: float, last: float) -> fl
         work: Seconds that a micro-batch computes.
         last: Of them, those of a backward.
     """
+    software, element = case.software, ELEMENT_BYTES[case.precision]
+    count = max(rank_parameters(case.shape, layout, rank) for rank in (0, layout.pp - 1))
+    held = Held(count, blocks_of_a_rank(case.shape, layout) + 1)
+    wire, coded = None, 0.0
+    if layout.codec != "none" and layout.copies > 1:
+        exact = float(max(software.gradient_bytes, element))
+        wire = codec_bytes(layout.codec, case.shape, exact=exact)
+        coded = codec_seconds(layout.codec, case.cluster.device, count)
+    link = group_link(case.cluster, ranks=layout.copies, stride=layout.tp)
+    sent = Sent(software, element, wire)
+    return copies_messages(link, sent, layout, held, work=work, last=last) + coded
+
+
+@dataclass(frozen=True)
+class Held:
+    """What ranks that have the same parameters exchange."""
+
+    count: float
+    """Parameters of a rank."""
+    units: int
+    """In how many parts ZeRO 3 gathers them."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How it travels."""
+
+    software: Software
+    """In what gradients are kept, and whether they travel beside the computation."""
+    element: int
+    """Bytes of a parameter."""
+    wire: float | None = None
+    """Bytes of a gradient's element through a codec; None: without one."""
+
+
+def copies_messages(
+    link: Link, sent: Sent, layout: Layout, held: Held, *, work: float, last: float
+) -> float:
+    """Messages between ranks with the same parameters that nothing hides, with what hidden ones
+    slow down.
+
+    Args:
+        link: That carries them.
+        sent: How they travel.
+        layout: With its copies and ZeRO stage.
+        held: What they exchange.
+        work: Seconds that a micro-batch computes.
+        last: Of them, those of a backward.
+    """
     ranks, m = layout.copies, layout.num_microbatches
     if ranks == 1:
         return 0.0
-    software, element = case.software, ELEMENT_BYTES[case.precision]
-    count = max(rank_parameters(case.shape, layout, rank) for rank in (0, layout.pp - 1))
-    link = group_link(case.cluster, ranks=ranks, stride=layout.tp)
+    software, element, count = sent.software, sent.element, held.count
     gradient = max(software.gradient_bytes, element)
     if layout.zero == 3:
-        units = blocks_of_a_rank(case.shape, layout) + 1
-        gather = ring(link, nbytes=count * element, ranks=ranks, passes=1, messages=units)
-        scatter = ring(link, nbytes=count * gradient, ranks=ranks, passes=1, messages=units)
+        gather = ring(link, nbytes=count * element, ranks=ranks, passes=1, messages=held.units)
+        scatter = ring(link, nbytes=count * gradient, ranks=ranks, passes=1, messages=held.units)
         return m * exposed(2.0 * gather + scatter, work, link, software)
     messages = max(1, math.ceil(count * gradient / software.bucket_bytes))
     if layout.zero == 0:
-        nbytes = count * codec_bytes(layout.codec, case.shape, exact=gradient)
+        nbytes = count * (gradient if sent.wire is None else sent.wire)
         reduce = ring(link, nbytes=nbytes, ranks=ranks, passes=2, messages=messages)
-        coded = codec_seconds(layout.codec, case.cluster.device, count)
-        return exposed(reduce, last, link, software) + coded
+        return exposed(reduce, last, link, software)
     scatter = ring(link, nbytes=count * gradient, ranks=ranks, passes=1, messages=messages)
     gather = ring(link, nbytes=count * element, ranks=ranks, passes=1, messages=messages)
     scatters = m if layout.zero == 2 and layout.pp == 1 else 1

@@ -230,30 +230,49 @@ def _of_rank(
     if rank == (0 if layout.schedule == "zbv" else layout.pp - 1):
         # What the last norm takes and gives, which is gone when the blocks' backward begins.
         last_norm = 2.0 * element * shape.dim * tokens * share
-        every = tokens * shape.vocab_size / t
-        of_loss = (element + 8.0) * every
-        if not software.whole_logits:
-            # And the gradient of the head, added up in fp32.
-            of_loss = min(4.0 * every, float(CHUNK_BYTES)) + 4.0 * shape.head_parameters / t
         activations += last_norm
-        logits = max(of_loss, logits - last_norm)
+        logits = max(_loss(shape, layout, software, element, tokens), logits - last_norm)
     messages = 0.0
     if layout.pp > 1:
         neighbors = 1 if rank in (0, layout.pp - 1) and layout.stages_per_rank == 1 else 2
         messages = MESSAGES * neighbors * element * tokens * shape.dim * share
     left_out = codec_memory(layout.codec, copies=layout.copies) * count
     tiles = OFFLOAD_TILES if layout.offload != "none" else 0.0
-    return Memory(
+    gathered = _gathered_keys(shape, layout, element)
+    # Of ZeRO 2 and 3 a rank makes its part of the gradients during the backward of a step's first
+    # micro-batch; later ones add to it.
+    fills = layout.zero >= 2 and layout.pp == layout.num_microbatches == 1
+    start = Memory(
         parameters=parameters,
-        gradients=gradients,
+        gradients=0.0 if fills else gradients,
         states=left_out + (min(states, tiles) if tiles else states),
         activations=activations,
         recomputed=whole - each if layout.recompute != "none" else 0.0,
         logits=logits,
-        buffers=messages
-        + _buckets(shape, layout, software, count, element)
-        + _gathered_keys(shape, layout, element),
+        buffers=messages + gathered + _buckets(shape, layout, software, count, element),
     )
+    if not fills:
+        return start
+    first = replace(
+        start,
+        gradients=gradients * (1.0 - 1.0 / shape.num_layers),
+        activations=each,
+        # One gradient of the MLP's inside, while those of earlier blocks are on their way.
+        logits=under_way - element * tokens * shape.inner / t,
+        buffers=gathered + _buckets(shape, layout, software, count, element, ends=True),
+    )
+    return max(start, first, key=lambda memory: memory.total)
+
+
+def _loss(
+    shape: ModelShape, layout: Layout, software: Software, element: int, tokens: float
+) -> float:
+    """Of the loss of a micro-batch, on the rank that has the head."""
+    every = tokens * shape.vocab_size / layout.tp
+    if software.whole_logits:
+        return (element + 8.0) * every
+    # And the gradient of the head, added up in fp32.
+    return min(4.0 * every, float(CHUNK_BYTES)) + 4.0 * shape.head_parameters / layout.tp
 
 
 def host_bytes(shape: ModelShape, layout: Layout, optimizer_bytes: float) -> float:
@@ -280,8 +299,15 @@ def _gathered_keys(shape: ModelShape, layout: Layout, element: int) -> float:
 
 
 def _buckets(
-    shape: ModelShape, layout: Layout, software: Software, count: float, element: int
+    shape: ModelShape,
+    layout: Layout,
+    software: Software,
+    count: float,
+    element: int,
+    *,
+    ends: bool = False,
 ) -> float:
+    """Of gradients on their way and gathered parameters, where backward begins, or ends."""
     if layout.copies == 1:
         return 0.0
     gradient = max(software.gradient_bytes, element)
@@ -291,18 +317,8 @@ def _buckets(
             most *= 1.0 - 1.0 / layout.copies if layout.zero == 2 else 0.0
         return min(BUCKETS * float(software.bucket_bytes), most)
     unit = shape.block_parameters * element / layout.tp
-    ends = max(0.0, count - blocks_of_a_rank(shape, layout) * shape.block_parameters / layout.tp)
-    return _units_gathered(layout, software) * unit + 2.0 * element * ends
-
-
-def _units_gathered(layout: Layout, software: Software) -> float:
-    """Blocks of which ZeRO 3 has parameters or gradients whole at the peak: of a step of pyops that
-    is before backward, or within it where blocks are computed again (counted in runs).
-
-    Args:
-        layout: Which may compute blocks again.
-        software: What trains it.
-    """
-    if not software.buckets_are_slices:
-        return 3.0
-    return 4.0 if layout.recompute == "block" else 2.0
+    rest = max(0.0, count - blocks_of_a_rank(shape, layout) * shape.block_parameters / layout.tp)
+    # Where backward begins the parameters of two blocks are whole, and the gradients of one; where
+    # it ends those of one, and the gradients of one and of two on their way (counted in runs).
+    several = 4.0 if ends and software.buckets_are_slices else 3.0
+    return several * unit + 2.0 * element * rest

@@ -3,8 +3,8 @@
     step = m (a micro-batch on the slowest rank) + idle + messages that nothing hides + optimizer
 
 What is hidden behind the computation slows it by the part `contention` of its time. Where a node
-has fewer processors than ranks, these take turns: a step takes at least the work of all of them
-over the processors.
+has fewer processors than ranks, these take turns: what they compute takes at least the work of all
+of them over the processors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from pyops.plan.clusters import Cluster
 from pyops.plan.costs.computing import (
     Case,
     Pass,
@@ -33,10 +34,12 @@ from pyops.plan.costs.rank_memory import blocks_of_a_rank
 from pyops.plan.costs.turns import idle
 from pyops.plan.layout import Layout
 
-__all__ = ["StepTime", "step_time"]
+__all__ = ["StepTime", "crowding", "step_time"]
 
 LAUNCH_SECONDS = 5e-6  # of a kernel by the host: an estimate
 KERNELS = 20  # of a block and forward: an estimate
+# What a rank needs a processor for. Messages were timed with as many ranks, which took turns then.
+COMPUTED = ("products", "attention", "between", "recomputed", "optimizer", "host")
 
 
 @dataclass(frozen=True)
@@ -164,24 +167,28 @@ def step_time(case: Case, layout: Layout) -> StepTime:
     )
     slowest = case.software.straggling * math.sqrt(2.0 * math.log(layout.num_ranks))
     found = replace(found, stragglers=slowest * found.total)
-    return replace(found, crowding=_crowding(case, layout, found))
+    return replace(found, crowding=crowding(case.cluster, layout, found))
 
 
 def _host(case: Case, layout: Layout, blocks: int, computed: float) -> float:
     """Launching kernels: beside the computation, where it is not measured with it."""
     m = layout.num_microbatches
     if (measured := case.measured) is not None:
-        turns = m * measured.of_a_turn * layout.stages_per_rank
-        messages = measured.of_a_message * num_messages(layout, blocks)
-        return measured.launch * (turns + messages)
+        return measured.launch * measured.of_a_message * num_messages(layout, blocks)
     launched = KERNELS * LAUNCH_SECONDS * blocks * (4 if layout.recompute == "block" else 3)
     return m * max(0.0, launched - computed)
 
 
-def _crowding(case: Case, layout: Layout, found: StepTime) -> float:
-    cluster = case.cluster
+def crowding(cluster: Cluster, layout: Layout, found: StepTime) -> float:
+    """Seconds of a step that ranks wait for processors which others use.
+
+    Args:
+        cluster: With its processors.
+        layout: With its ranks.
+        found: The step without that.
+    """
     ranks = min(layout.num_ranks, cluster.devices_per_node)
     if not cluster.processors or ranks <= cluster.processors:
         return 0.0
-    busy = found.total - found.idle
-    return max(0.0, busy * ranks / cluster.processors - found.total)
+    busy = sum(float(getattr(found, name)) for name in COMPUTED)
+    return max(0.0, busy * (ranks / cluster.processors - 1.0) - found.idle)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pyops.plan.clusters import GIB
 from pyops.plan.costs.computing import Case
+from pyops.plan.costs.images import ImageCase, image_memory, image_step
 from pyops.plan.costs.rank_memory import Memory, host_bytes, memory
 from pyops.plan.costs.times import StepTime, step_time
 from pyops.plan.layout import Layout
@@ -33,12 +34,12 @@ class Priced:
         return self.measured or self.time.total
 
 
-def room_of(case: Case, options: Options) -> float:
+def room_of(case: Case | ImageCase, options: Options) -> float:
     """Bytes of a device that may be used."""
     return options.memory_part * case.cluster.device.memory_gib * GIB
 
 
-def price(case: Case, options: Options, layout: Layout) -> Priced:
+def price(case: Case | ImageCase, options: Options, layout: Layout) -> Priced:
     """What a layout takes; its time is left out where it does not fit.
 
     Args:
@@ -46,6 +47,11 @@ def price(case: Case, options: Options, layout: Layout) -> Priced:
         options: The optimizer, and the part of the memory that may be used.
         layout: How the training is shared out.
     """
+    if isinstance(case, ImageCase):
+        room = room_of(case, options)
+        taken = image_memory(case, layout, optimizer_bytes=options.optimizer_bytes)
+        fits = taken.total <= room
+        return Priced(layout, taken, image_step(case, layout) if fits else StepTime())
     taken = memory(
         case.shape,
         layout,

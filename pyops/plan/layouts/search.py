@@ -8,11 +8,14 @@ is never faster; codecs, which round gradients, are chosen where they are asked 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyops.plan.costs.computing import Case
+from pyops.plan.costs.images import ImageCase
 from pyops.plan.layout import Layout
 from pyops.plan.layouts.enumeration import codec_variants, layouts, offloaded
+from pyops.plan.layouts.images import image_layouts
 from pyops.plan.layouts.options import Options
 from pyops.plan.layouts.pricing import Priced, price, room_of
 from pyops.plan.layouts.reasons import ALIKE, Strategies, reasons
@@ -37,12 +40,22 @@ class Found:
     """(simpler strategy, why it is not the one)."""
 
 
-def usual_batch(case: Case) -> int:
-    """Rows of a step where none are asked for: four for each device."""
-    return 4 * case.cluster.num_devices
+def usual_batch(case: Case | ImageCase) -> int:
+    """Rows of a step where none are asked for: four for each device, or 64 images."""
+    return (64 if isinstance(case, ImageCase) else 4) * case.cluster.num_devices
 
 
-def search(case: Case, options: Options) -> Found:
+def _every(case: Case | ImageCase, options: Options, batch: int) -> Iterator[tuple[Layout, ...]]:
+    """Each layout, followed by those that are it but for states in host memory or codecs."""
+    if isinstance(case, ImageCase):
+        for layout in image_layouts(case, options, batch):
+            yield (layout,)
+        return
+    for layout in layouts(case, options, batch):
+        yield layout, *offloaded(layout), *codec_variants(layout)
+
+
+def search(case: Case | ImageCase, options: Options) -> Found:
     """The layouts that fit, the fastest first.
 
     Args:
@@ -75,13 +88,12 @@ def search(case: Case, options: Options) -> Found:
     def wanted(layout: Layout) -> bool:
         return all(getattr(layout, name) == value for name, value in options.fixed.items())
 
-    for layout in layouts(case, options, batch):
+    asked = ("none", *options.codecs, options.fixed.get("codec"))
+    for layout, *others in _every(case, options, batch):
         fits = wanted(layout) and look(layout, choose=True)
-        if not fits and case.cluster.host is not None:
-            for other in filter(wanted, offloaded(layout)):
-                look(other, choose=True)
-        for other in filter(wanted, codec_variants(layout)):
-            look(other, choose=other.codec in (*options.codecs, options.fixed.get("codec")))
+        for other in filter(wanted, others):
+            if other.offload == "none" or not (fits or case.cluster.host is None):
+                look(other, choose=other.codec in asked)
     if smallest is None:
         raise PlanError(_nothing(case, options, batch))
     fitting.sort(key=lambda each: each.seconds)
@@ -101,7 +113,7 @@ def search(case: Case, options: Options) -> Found:
     return Found(tuple(fitting), smallest, tried, why)
 
 
-def _nothing(case: Case, options: Options, batch: int) -> str:
+def _nothing(case: Case | ImageCase, options: Options, batch: int) -> str:
     if options.fixed:
         given = ", ".join(f"{name}={value!r}" for name, value in options.fixed.items())
         return (

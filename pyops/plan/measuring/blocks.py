@@ -29,7 +29,7 @@ from pyops.plan.costs.measured import Line, MeasuredCosts
 from pyops.plan.shapes import ModelShape, PlanError
 from pyops.precision import PRECISIONS
 
-__all__ = ["measure_blocks"]
+__all__ = ["ELEMENTS", "launch_seconds", "measure_blocks", "optimizer_step", "seconds_of"]
 
 FEW, MANY = 1, 3  # blocks
 ROWS = (1, 4)
@@ -98,7 +98,19 @@ def _rows(shape: ModelShape, precision: str) -> tuple[int, int]:
     return ROWS if sum(trial.run()) < LONG else (1, 2)
 
 
-def _seconds(call: Callable[[], object], count: int = 1) -> float:
+def launch_seconds() -> float:
+    """Of an operation that has next to nothing to do."""
+    small = torch.zeros(8)
+    return seconds_of(lambda: small.add_(1.0), LAUNCHES)
+
+
+def seconds_of(call: Callable[[], object], count: int = 1) -> float:
+    """Typical seconds of a call.
+
+    Args:
+        call: What is timed.
+        count: How often in a row.
+    """
     found = []
     for turn in range(ROUNDS + 1):
         start = _clock()
@@ -109,12 +121,18 @@ def _seconds(call: Callable[[], object], count: int = 1) -> float:
     return _typical(found)
 
 
-def _optimizer(number: int, precision: str) -> float:
+def optimizer_step(number: int, precision: str) -> float:
+    """Seconds of a step of AdamW over one parameter of so many elements, with its norm.
+
+    Args:
+        number: Of elements.
+        precision: "fp32", "bf16" or "fp16".
+    """
     kind = PRECISIONS[precision]
     parameter = nn.Parameter(torch.zeros(number, dtype=kind.dtype))
     parameter.grad = torch.ones_like(parameter)
     optimizer = AdamW([parameter], max_grad_norm=1.0, master_weights=kind.master_weights)
-    return _seconds(optimizer.step)
+    return seconds_of(optimizer.step)
 
 
 def measure_blocks(
@@ -149,9 +167,8 @@ def measure_blocks(
     trials.append(_recomputing(shape, rows=many, precision=precision))
     timed = _rounds(trials, ranks)
     del trials
-    optimizer = [_optimizer(number, precision) for number in ELEMENTS]
-    small = torch.zeros(8)
-    own = [*timed, tuple(optimizer), (_seconds(lambda: small.add_(1.0), LAUNCHES),) * 2]
+    optimizer = [optimizer_step(number, precision) for number in ELEMENTS]
+    own = [*timed, tuple(optimizer), (launch_seconds(),) * 2]
     every = gather(own, group=ranks) if ranks is not None else [own]
     means = [
         tuple(statistics.fmean(values) for values in zip(*each, strict=True))

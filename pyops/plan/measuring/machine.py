@@ -20,7 +20,7 @@ from pyops.comm.agreement import gather
 from pyops.mesh import ProcessGroupLike, resolve
 from pyops.plan.clusters import GIB, Cluster, Device, Efficiency, Link
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "processors"]
 
 SHORTEST = 0.02  # seconds that each measurement takes
 ROUNDS = 9
@@ -92,7 +92,7 @@ class Machine:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         name = f"{platform.machine()}, {torch.get_num_threads()} threads"
         found = cls(
-            name, products, copy, pages / GIB / number, number, latency, bandwidth, _processors()
+            name, products, copy, pages / GIB / number, number, latency, bandwidth, processors()
         )
         return found if number == 1 else _slowest(gather(found, group=group))
 
@@ -107,7 +107,10 @@ class Machine:
         low, high = self.products["fp32"][WIDTHS[0]], self.products["fp32"][WIDTHS[1]]
         half = max(0.0, (high - low) / (low / WIDTHS[0] - high / WIDTHS[1]))
         whole = 1.0 + half / WIDTHS[1]
-        link = Link(self.bandwidth, 1.0, self.latency, 0.5)
+        # Messages are copied and added by processors: by those of the ranks where none are spare.
+        busy = number * torch.get_num_threads()
+        spare = not self.processors or self.processors > busy
+        link = Link(self.bandwidth, 1.0, self.latency, 0.5 if spare else 1.0)
         source = f"measured by Machine.here on {self.name}"
         return Cluster(
             name="this machine",
@@ -134,7 +137,7 @@ class Machine:
         )
 
 
-def _processors() -> int:
+def processors() -> int:
     """That this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -16,12 +16,9 @@ from typing import Any
 
 from pyops.hub.config_fields import ConfigFields
 from pyops.models import GPTConfig
+from pyops.plan.shapes.numbers import PlanError, check_whole
 
-__all__ = ["ModelShape", "PlanError", "count"]
-
-
-class PlanError(ValueError):
-    """What was asked for can't be planned; the message names the value and the fix."""
+__all__ = ["ModelShape"]
 
 
 # What a config.json of transformers calls the sizes, by its model_type. These have blocks of an
@@ -72,9 +69,9 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "dim", "num_heads", "vocab_size", "sequence_length"):
-            _whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1)
         for name in ("num_kv_heads", "head_dim", "hidden"):
-            _whole(name, getattr(self, name), 0)
+            check_whole(name, getattr(self, name), 0)
         if not self.head_dim and self.dim % self.num_heads:
             raise PlanError(
                 f"num_heads is {self.num_heads}, which does not divide dim = {self.dim}; change "
@@ -85,6 +82,21 @@ class ModelShape:
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads = "
                 f"{self.num_heads}; change one of them"
             )
+
+    @property
+    def unit(self) -> str:
+        """What a row has, in short."""
+        return "tok"
+
+    @property
+    def rows(self) -> str:
+        """What the rows of a step are, for a text."""
+        return f"rows of {self.sequence_length} tokens"
+
+    @property
+    def convention(self) -> str:
+        """What `operations` counts."""
+        return "6 (N - E) + 12 L a w s operations a token, causal masks not halved"
 
     @property
     def kv_heads(self) -> int:
@@ -171,7 +183,7 @@ class ModelShape:
         Raises:
             PlanError: A table of positions is shorter.
         """
-        _whole("sequence_length", tokens, 1)
+        check_whole("sequence_length", tokens, 1)
         if self.learned_positions and tokens > self.sequence_length:
             raise PlanError(
                 f"sequence_length is {tokens}, but the table of positions has "
@@ -325,20 +337,3 @@ class ModelShape:
             if type(value) is not kind:
                 raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
         return cls(**values)
-
-
-def count(number: float) -> str:
-    """A number of parameters in words.
-
-    Args:
-        number: Of parameters.
-    """
-    for limit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= limit:
-            return f"{number / limit:.3g} {word}"
-    return f"{number:,.0f}"
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"{name} is {value!r}; give a whole number, {least} or more")

@@ -1,0 +1,251 @@
+"""convert: the linear layers of a model become codes, in place.
+
+    report = convert(model, Scheme(weights=Int8(), activations=Int8(per="token")))
+    print(report)                              each layer: bytes before and after, error
+
+All that can be refused is refused on every rank before a layer is changed. Layers are converted one
+after the other, so that the memory beside the model is that of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from pyops.comm.agreement import gather_numbers, ranks_agree
+from pyops.ops.codes.scaled import LONGEST, LONGEST_ASYMMETRIC
+from pyops.ops.memory import require_memory
+from pyops.quantized.formats import (
+    FP8,
+    Codes,
+    Format,
+    Int4,
+    Scheme,
+    decode,
+    extremes,
+    scales_of,
+    to_codes,
+)
+from pyops.quantized.layers import (
+    chosen,
+    linear_layers,
+    placements_of,
+    ranks_of,
+    shape_of,
+    upright_weight,
+)
+from pyops.quantized.linear import QuantizedLinear
+from pyops.quantized.linear_shape import LinearShape, largest_over_ranks
+from pyops.quantized.report import LayerReport, Report
+
+__all__ = ["check_layer", "check_scheme", "convert", "nearest_codes", "replace_layer"]
+
+
+@torch.no_grad()
+def convert(
+    model: nn.Module,
+    scheme: Scheme | None = None,
+    *,
+    only: Sequence[str] | None = None,
+    method: str = "nearest",
+) -> Report:
+    """Replace linear layers by `QuantizedLinear`. On several tensor-parallel ranks all make it
+    alike.
+
+    Args:
+        model: Of pyops.models or anybody's.
+        scheme: Formats of weights and activations; None: `Scheme()`, weights of 8 bits alone.
+        only: Patterns of the names of layers, ["blocks.*.mlp.*"]; None: all linear layers but a
+            vocabulary head and layers that share their weight.
+        method: How weights become codes: "nearest" rounds each by itself.
+
+    Returns:
+        What was done to each layer.
+
+    Raises:
+        ValueError: On every rank, for formats without a product, a weight that is not finite,
+            groups that do not divide the inputs of a rank, sums beyond int32, and what `only`
+            can't name; nothing is changed then.
+    """
+    scheme = scheme or Scheme()
+    ranks = ranks_of(model)
+    with ranks_agree(ranks.group):
+        check_scheme(scheme, method)
+        layers = chosen(model, only)
+        for name, layer in layers.items():
+            check_layer(name, layer, scheme)
+    reports = [
+        replace_layer(model, name, scheme, nearest_codes(layer, scheme.weights))
+        for name, layer in layers.items()
+    ]
+    return Report(tuple(reports), tuple(linear_layers(model)))
+
+
+def check_scheme(scheme: Scheme, method: str = "nearest") -> None:
+    """Raise ValueError unless there is a product for a scheme.
+
+    Args:
+        scheme: Of weights and activations.
+        method: How weights become codes.
+    """
+    weights, activations = scheme.weights, scheme.activations
+    if method != "nearest":
+        raise ValueError(f'convert: method is {method!r}; it must be "nearest"')
+    if isinstance(weights, FP8) or isinstance(activations, FP8):
+        raise ValueError(
+            "convert: there is no product of fp8 codes here (torch's on the CPU takes a thousand "
+            "times as long as fp32); take Int8()"
+        )
+    if activations is None:
+        return
+    if isinstance(weights, Int4) or weights.group is not None or not weights.symmetric:
+        raise ValueError(
+            f"convert: beside activations of 8 bits weights are symmetric, with one scale for each "
+            f"output; got {weights}. Take Int8(), or activations=None"
+        )
+    if activations.per == "tensor":
+        raise ValueError(
+            'convert: activations with one scale for all (per="tensor") want batches to find it '
+            'with; take Int8(per="token")'
+        )
+
+
+def check_layer(name: str, layer: nn.Module, scheme: Scheme) -> None:
+    """Raise ValueError unless a layer can be converted.
+
+    Args:
+        name: Of the layer.
+        layer: One of `linear_layers`.
+        scheme: Of weights and activations.
+    """
+    shape, weight, weights = shape_of(layer), upright_weight(layer), scheme.weights
+    require_memory(layer.weight, f"convert: the weight of {name}")  # type: ignore[arg-type]
+    if getattr(layer, "adapter", None) is not None:
+        raise ValueError(
+            f"convert: {name} has an adapter; merge it and take it off, or convert first and give "
+            "the converted layer one"
+        )
+    if not weight.is_floating_point():
+        raise ValueError(f"convert: the weight of {name} is {weight.dtype}, not floating-point")
+    bad = ~torch.isfinite(weight)
+    if bad.any():
+        place = [int(i) for i in bad.nonzero()[0]]
+        raise ValueError(
+            f"convert: the weight of {name} is {weight[tuple(place)].item()} at {place}; a layer "
+            "with such a number computes nothing: load an earlier checkpoint"
+        )
+    _check_groups(name, shape, weight.shape[-1], weights)
+    activations = scheme.activations
+    if activations is not None:
+        longest = LONGEST if activations.symmetric else LONGEST_ASYMMETRIC
+        if shape.in_features > longest:
+            raise ValueError(
+                f"convert: {name} has {shape.in_features} inputs; sums of products of 8 bits fit "
+                f"int32 up to {longest}. Leave the layer out with `only`, or take activations=None"
+            )
+
+
+def _check_groups(name: str, shape: LinearShape, width: int, weights: Format) -> None:
+    group, ranks = weights.group, shape.ranks.size if shape.cut == "row" else 1
+    if group is not None and (width % group or shape.in_features % group):
+        fitting = [
+            g for g in range(2, width + 1, 2) if width % g == 0 and shape.in_features % g == 0
+        ]
+        said = ", ".join(map(str, fitting[-6:])) or "none: take group=None"
+        over = f" over {ranks} ranks" if ranks > 1 else ""
+        raise ValueError(
+            f"convert: groups of {group} do not divide the {shape.in_features} inputs of "
+            f"{name}{over}; groups that do: {said}"
+        )
+    if isinstance(weights, Int4) and ranks > 1 and width % 2:
+        raise ValueError(
+            f"convert: a rank has {width} inputs of {name}, of which 4-bit codes can't make whole "
+            "bytes; take 8 bits, or another number of ranks"
+        )
+
+
+def nearest_codes(layer: nn.Module, weights: Format) -> Codes:
+    """Codes of a layer's weight, each to the nearest; a scale of a row that several ranks hold is
+    that of the whole row. Collective where ranks cut the layer by rows.
+
+    Args:
+        layer: One of `linear_layers`.
+        weights: What the codes are.
+    """
+    shape, weight = shape_of(layer), upright_weight(layer)
+    lowest, highest = extremes(weight, weights)
+    if shape.cut == "row" and weights.group is None:
+        both = largest_over_ranks(torch.stack([lowest.neg(), highest]), shape.ranks)
+        lowest, highest = both[0].neg(), both[1]
+    scales, zeros = scales_of(lowest, highest, weights)
+    return to_codes(weight, scales, zeros, weights)
+
+
+def replace_layer(
+    model: nn.Module,
+    name: str,
+    scheme: Scheme,
+    codes: Codes,
+    input_range: tuple[Tensor, Tensor] | None = None,
+) -> LayerReport:
+    """Put a `QuantizedLinear` in the place of a layer. Collective where ranks share the layer.
+
+    Args:
+        model: Whose layer it is.
+        name: Of the layer; not "", which is the model itself.
+        scheme: Of weights and activations.
+        codes: Of the layer's weight [.., out, in] as this rank has it.
+        input_range: Least and greatest input, for activations with one scale for all.
+
+    Returns:
+        What it did.
+
+    Raises:
+        ValueError: Where the model is the layer itself.
+    """
+    if not name:
+        raise ValueError("convert: the model is a linear layer itself; put it in a Sequential")
+    layer = model.get_submodule(name)
+    shape, weight, places = shape_of(layer), upright_weight(layer), placements_of(layer)
+    error = _relative_error(weight, codes, shape)
+    bias: nn.Parameter | None = layer.bias  # type: ignore[assignment]
+    found = QuantizedLinear(
+        shape, scheme, codes=codes, bias=bias, placements=places, input_range=input_range
+    )
+    found.train(layer.training)
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, found)
+    place = places.get("weight")
+    whole = tuple(weight.shape) if place is None else place.global_shape
+    return LayerReport(
+        name,
+        whole,
+        repr(scheme.weights),
+        prod(whole) * weight.element_size(),
+        _bytes(found, whole),
+        error,
+    )
+
+
+def _relative_error(weight: Tensor, codes: Codes, shape: LinearShape) -> float:
+    wide = weight.float()
+    sums = [float(t.double().square().sum()) for t in (wide - decode(codes), wide)]
+    if shape.ranks.size > 1:
+        rows = gather_numbers(sums, device=weight.device, group=shape.ranks.group)
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+    return sqrt(sums[0] / sums[1]) if sums[1] else 0.0
+
+
+def _bytes(layer: QuantizedLinear, whole: tuple[int, ...]) -> int:
+    """Of codes, scales and zero points of all ranks together."""
+    places = layer.code_placements
+    total = 0
+    for key in ("codes", "scales", "zero_points"):
+        held = getattr(layer, key)
+        if held is not None:
+            shape = places[key].global_shape if key in places else held.shape
+            total += prod(shape) * held.element_size()
+    return total
