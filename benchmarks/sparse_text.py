@@ -187,6 +187,7 @@ def rows(only: str, *, seeds: int = 2, steps: int = 400) -> list[Row]:
             "validation_loss": statistics.mean(losses[name]),
             "validation_losses": losses[name],
             "percent_above_dense": statistics.mean(above),
+            "percent_by_seed": {str(seed): round(value, 3) for seed, value in enumerate(above)},
             "machine": machine.describe(torch.device("cpu")),
             "versions": machine.versions(),
             "commit": machine.commit(),

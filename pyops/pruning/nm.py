@@ -207,7 +207,7 @@ def nm_masks(
         only: As of `prunable`.
 
     Returns:
-        The masks, which `pyops.pruning.hold` keeps while the model is trained on.
+        The masks, of weights that are 0 from now on.
 
     Raises:
         ValueError: Before anything is changed, for sizes that are no whole groups, a weight that is

@@ -121,7 +121,7 @@ class SparseTraining:
         """End it: the weights become m w.
 
         Returns:
-            The masks, for `pyops.pruning.save`, or to train on by `pyops.pruning.hold`.
+            The masks, for `pyops.pruning.save`.
         """
         self.remove()
         return nm_masks(self.model, self.pattern, only=self.names)

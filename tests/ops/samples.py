@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.ops.attention.sample import attention_backward, attention_forward
 from tests.ops.code_samples import CODE_SAMPLES
 from tests.ops.image_samples import IMAGE_SAMPLES
+from tests.ops.layers.fake_quantize_samples import FAKE_QUANTIZE_SAMPLES
 from tests.ops.sparse.samples import SPARSE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -310,17 +311,6 @@ def _rotary(device: torch.device) -> Sample:
     return (x, angle.cos(), angle.sin()), {"interleaved": True, "inverse": False}
 
 
-def _fake_quantize(device: torch.device, *, backward: bool) -> Sample:
-    """[dy and] x [2, 3, 5], transposed, a scale and a zero point for each row; some beyond an
-    end."""
-    many = [torch.randn(3, 2, 5, device=device).transpose(0, 1) for _ in range(1 + backward)]
-    scale = torch.rand(6, device=device) * 0.3 + 0.1
-    zero = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.0, 1.0], device=device)
-    options: dict[str, Any] = {"lo": -3, "hi": 5, "inner": 5, "factor": 0.7}
-    asked = {"input_grad": True, "scale_grad": True} if backward else {}
-    return (*many, scale, zero), options | asked
-
-
 def _norm(device: torch.device, *, added: bool, bias: bool) -> tuple[Any, ...]:
     """x [2, 3, 5] with gaps between its rows, a transposed residual, weight, bias or None."""
     x, residual = (
@@ -437,8 +427,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         ),
         {},
     ),
-    "fake_quantize": partial(_fake_quantize, backward=False),
-    "fake_quantize_backward": partial(_fake_quantize, backward=True),
+    **FAKE_QUANTIZE_SAMPLES,
     **IMAGE_SAMPLES,
     **CODE_SAMPLES,
     **SPARSE_SAMPLES,
