@@ -219,6 +219,10 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
     ),
+    "held-out digits read, mean over seeds": lambda row: ", ".join(
+        f"{name} {sum(read) / len(read):.2f} %"
+        for name, read in row.get("percent_read", {}).items()
+    ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.adapters.frozen import matching
 from pyops.models.vocabulary_head import VocabularyHead
+from pyops.name_patterns import matching
 from pyops.ops.memory import require_memory
 from pyops.tensor_parallel import ColumnParallelLinear, LowRank, RowParallelLinear
 

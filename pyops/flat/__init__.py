@@ -14,7 +14,15 @@ steps, is a slice of the buffer: nothing is copied in or out.
 from pyops.flat.buffer import FlatBuffer
 from pyops.flat.layout import ALIGNMENT, FlatLayout
 from pyops.flat.placement import Cut, Placement
-from pyops.flat.places import InPlace, check_free, check_watches, claim, release, watches_of
+from pyops.flat.places import (
+    InPlace,
+    check_free,
+    check_watches,
+    claim,
+    owner_of,
+    release,
+    watches_of,
+)
 from pyops.flat.shard import (
     Box,
     Shard,
@@ -43,6 +51,7 @@ __all__ = [
     "check_watches",
     "claim",
     "meeting",
+    "owner_of",
     "release",
     "watches_of",
     "whole_of_boxes",

@@ -32,6 +32,8 @@ of `torch.ops.pyops`.
                                                        cross_entropy_statistics, _gradient
     attention  attention, attention_with_lse           scores made tile by tile; masks, documents,
                                                        layouts, biases, dropout; differentiable
+    radix_count  radix_count_, keep_bits_              the k-th largest magnitude by counting; masks
+                                                       applied in place
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
     symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
                                                        one kernel
@@ -65,6 +67,7 @@ from pyops.ops.optimizers import (
     sgd,
     table,
 )
+from pyops.ops.sparse import radix_count
 
 __all__ = [
     "activation",
@@ -88,6 +91,7 @@ __all__ = [
     "onebit",
     "optim",
     "quantize",
+    "radix_count",
     "random",
     "reduce",
     "rotary",

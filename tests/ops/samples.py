@@ -417,6 +417,20 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     ),
     "rotary": _rotary,
     **IMAGE_SAMPLES,
+    "radix_count_": lambda device: (
+        (
+            [torch.ones(5, device=device), 1.0 + torch.rand(3, 4, device=device) / 128],
+            torch.zeros(65536, dtype=torch.int64, device=device),
+        ),
+        {"prefix": 0x3F80},
+    ),
+    "keep_bits_": lambda device: (
+        (
+            [torch.randn(11, device=device), torch.randn(3, 4, device=device).bfloat16()],
+            [torch.tensor(b, dtype=torch.uint8, device=device) for b in ([90, 5], [201, 3])],
+        ),
+        {},
+    ),
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (
         _norm(device, added=False, bias=False),

@@ -38,6 +38,7 @@ STEMS = (
     "batch_norm",
     "cross_entropy",
     "attention",
+    "radix_count",
 )
 
 
@@ -51,7 +52,9 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
+IN_TRITON = of_stems(
+    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "radix_count"
+)
 # Those that torch's own kernels answer for on CUDA.
 BY_TORCH = of_stems("depthwise", "batch_norm")
 DIFFERENTIABLE = {  # with a derivative

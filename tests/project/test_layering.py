@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
 LAYERS = [
-    ["protocols", "renamed", "torch_private"],
+    ["protocols", "renamed", "torch_private", "name_patterns"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
     ["ops", "failure", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
@@ -110,6 +110,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
+        ["sparse"],
         ["symmetric_step", "triton"],
     ],
     "optim": [
@@ -137,6 +138,11 @@ FLOORS = {
         ["layouts", "measuring"],
         ["result"],
         ["pictures", "show"],
+    ],
+    "pruning": [
+        ["masks"],
+        ["magnitude", "packed", "report"],
+        ["training"],
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [

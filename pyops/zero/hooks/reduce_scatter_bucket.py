@@ -6,6 +6,7 @@ finish           chunk        [ b0 | w1 ]                    what this rank owns
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class ReduceScatterBucket:
     """The gradient of one bucket of parameters.
 
     whole: this rank's gradient, None while there is none. chunk: the reduced gradient of what this
-    rank owns, None likewise.
+    rank owns, None likewise. epilogue: called with the chunk when it is summed, before anybody sees
+    it: a mask is applied there; None: nothing is.
 
     Args:
         keeps: Whether the memory of `whole` stays; or the memory of the whole flat buffer's, which
@@ -58,6 +60,7 @@ class ReduceScatterBucket:
         self._views: dict[int, Tensor] = {}
         self._work: Work | None = None
         self._coded = False
+        self.epilogue: Callable[[Tensor], None] | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -198,6 +201,8 @@ class ReduceScatterBucket:
             assert found is not None
             self.chunk = found if self._memory is None else self.chunk.copy_(found)
         self._work, self._coded = None, False
+        if self.epilogue is not None and self.chunk is not None:
+            self.epilogue(self.chunk)
         if self._before is not None:
             assert self.chunk is not None
             self.chunk.add_(self._before)
