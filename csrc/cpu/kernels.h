@@ -17,6 +17,7 @@
 #include "attention.h"
 #include "batch_norm.h"
 #include "depthwise.h"
+#include "few_rows.h"
 #include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
@@ -177,6 +178,8 @@ struct Kernels {
                               void* scratch);
     void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
                                void* scratch);
+    // Outputs [first, last) of all rows.
+    void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
     // Adds the counts of magnitudes: of the upper 15 bits below the sign (prefix < 0), even and odd
     // numbers in the first and second half of `counts`, or of the lower 16 bits of those whose upper
     // ones are `prefix`. And sets what has no bit to 0, from a byte's first bit on.

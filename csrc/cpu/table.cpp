@@ -2,6 +2,8 @@
 #include "../host/box.h"
 #include "../host/table.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -143,6 +145,20 @@ Reach reach_of(const Tensor& tensor) {
 }
 
 }  // namespace
+
+void throw_from(const char* op, const std::runtime_error& error) {
+    if (!strstr(error.what(), "API call failed")) throw;
+    // torch 2.13 keeps the words of what was thrown; earlier ones have no such function.
+    using Words = const char* (*)();
+    const auto words =
+        reinterpret_cast<Words>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+    const std::string said = words ? words() : "";
+    throw std::runtime_error(
+        std::string("pyops::") + op + ": " +
+        (said.empty() ? "torch could not do what the op needs, most likely for want of memory: " +
+                            std::string(error.what())
+                      : said));
+}
 
 void check_memory(const Tensor& tensor, const ArgumentOf& argument) {
     const Reach reach = reach_of(tensor);

@@ -43,6 +43,7 @@ void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
 void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
+void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void radix_count_kernel(const void*, int64_t, int, int64_t, uint32_t*);
 void keep_bits_kernel(void*, const uint8_t*, int64_t, int);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
@@ -95,6 +96,7 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::channel_rows_kernel,
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
+    PYOPS_ISA::few_rows_kernel,
     PYOPS_ISA::radix_count_kernel,
     PYOPS_ISA::keep_bits_kernel,
 };

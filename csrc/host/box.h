@@ -7,6 +7,7 @@
 // Views whose sign or conjugate is still to be taken come here resolved, or not at all:
 // pyops/ops/memory.py.
 #pragma once
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -20,6 +21,10 @@ struct ArgumentOf {
     int number;
     int64_t place;
 };
+
+// Within a handler of `error`: throws it again, but where a call into torch failed, which is for want
+// of memory in nearly every case, torch's words in the place of the call's.
+[[noreturn]] void throw_from(const char* op, const std::runtime_error& error);
 
 // Throws unless the storage reaches as far as sizes, strides and offset do.
 void check_memory(const Tensor& tensor, const ArgumentOf& argument);
@@ -47,7 +52,11 @@ struct Checked<Op, R (*)(P...), function> {
     static R call(std::remove_cv_t<std::remove_reference_t<P>>&... arguments) {
         int number = 0;
         (check_argument(arguments, Op::name_of(), ++number), ...);
-        return function(std::move(arguments)...);
+        try {
+            return function(std::move(arguments)...);
+        } catch (const std::runtime_error& error) {
+            throw_from(Op::name_of(), error);
+        }
     }
 };
 

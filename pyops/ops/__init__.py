@@ -24,6 +24,7 @@ of `torch.ops.pyops`.
     dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
     rotary     rotary                                  rotary positions; differentiable
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
+    few_rows   linear                                  a few rows without gradients, for generation
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
@@ -51,6 +52,7 @@ from pyops.ops.layers import (
     cross_entropy,
     depthwise,
     dropout,
+    few_rows,
     norm,
     rotary,
 )
@@ -79,6 +81,7 @@ __all__ = [
     "cross_entropy",
     "depthwise",
     "dropout",
+    "few_rows",
     "frozen_adam",
     "grad_norm",
     "has_kernel",

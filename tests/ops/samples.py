@@ -416,6 +416,14 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
+    "few_rows_linear": lambda device: (
+        (
+            torch.randn(2, 21, 3, device=device).mT,  # of other strides
+            torch.randn(5, 21, device=device),
+            torch.randn(5, device=device),
+        ),
+        {},
+    ),
     **IMAGE_SAMPLES,
     "radix_count_": lambda device: (
         (

@@ -36,6 +36,7 @@ STEMS = (
     "norm",
     "depthwise",
     "batch_norm",
+    "few_rows",
     "cross_entropy",
     "attention",
     "radix_count",
@@ -56,7 +57,7 @@ IN_TRITON = of_stems(
     "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "radix_count"
 )
 # Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm")
+BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows")
 DIFFERENTIABLE = {  # with a derivative
     op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
 }
@@ -131,6 +132,7 @@ COUNTED = {
     "attention_backward": 5 * PRODUCT,
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
+    "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
 }
 
 
@@ -189,3 +191,11 @@ def test_use_isa_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="'sse9' is not among"), library.use_isa("sse9"):
         pass
     assert library.isa() in [*library.isas(), "none"]
+
+
+@pytest.mark.cpu_only
+def test_memory_that_torch_does_not_have_is_said_by_name():
+    """A result, or a copy of an operand, of 2^50 bytes."""
+    row = torch.ones(1, 8)
+    with pytest.raises(RuntimeError, match=r"pyops::few_rows_linear.*memory"):
+        torch.ops.pyops.few_rows_linear.default(row, row.expand(1 << 45, 8), None)
