@@ -10,17 +10,17 @@ print(report(model))                             sparsity and bytes of each para
 | file | what it does |
 |---|---|
 | masks.py | which weights are alive |
-| magnitude/ | the k largest of all ranks, exactly; whole rows and columns |
+| ranking/ | the k largest of all ranks, exactly; whole rows and columns |
 | packed.py | masks in checkpoints |
 | training/ | masks held in the step; the gradual schedule; lottery tickets |
-| report.py | sparsity and bytes |
+| sparsity_report.py | sparsity and bytes |
 """
 
 from pyops.ops.sparse.radix_count import Threshold
-from pyops.pruning.magnitude import Structure, kth_magnitude, magnitude
 from pyops.pruning.masks import Mask, Masks, masks_of, pack_bits, unpack_bits
 from pyops.pruning.packed import masks_from_state, masks_state
-from pyops.pruning.report import PrunedLayer, PruningReport, report
+from pyops.pruning.ranking import Structure, kth_magnitude, magnitude
+from pyops.pruning.sparsity_report import PrunedLayer, PruningReport, report
 from pyops.pruning.training import (
     CubicSchedule,
     Gradual,

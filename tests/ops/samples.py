@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
 from tests.ops.image_samples import IMAGE_SAMPLES
+from tests.ops.sparse.samples import SPARSE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -425,20 +426,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {},
     ),
     **IMAGE_SAMPLES,
-    "radix_count_": lambda device: (
-        (
-            [torch.ones(5, device=device), 1.0 + torch.rand(3, 4, device=device) / 128],
-            torch.zeros(65536, dtype=torch.int64, device=device),
-        ),
-        {"prefix": 0x3F80},
-    ),
-    "keep_bits_": lambda device: (
-        (
-            [torch.randn(11, device=device), torch.randn(3, 4, device=device).bfloat16()],
-            [torch.tensor(b, dtype=torch.uint8, device=device) for b in ([90, 5], [201, 3])],
-        ),
-        {},
-    ),
+    **SPARSE_SAMPLES,
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (
         _norm(device, added=False, bias=False),

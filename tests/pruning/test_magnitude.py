@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pyops.pruning import Structure, kth_magnitude, magnitude
-from pyops.pruning.magnitude.threshold import kth_place
+from pyops.pruning.ranking.threshold import kth_place
 
 pytestmark = pytest.mark.cpu_only
 

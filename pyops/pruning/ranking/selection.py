@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyops.ops.sparse.radix_count import Threshold, kth_magnitude, magnitude_patterns
-from pyops.pruning.magnitude.holdings import Holding, Holdings
-from pyops.pruning.magnitude.threshold import kth_place
+from pyops.pruning.ranking.holdings import Holding, Holdings
+from pyops.pruning.ranking.threshold import kth_place
 
 __all__ = ["kept_of", "select_by_layer", "select_together"]
 

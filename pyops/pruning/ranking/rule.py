@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import check_same, ranks_agree
 from pyops.mesh import ProcessGroupLike
-from pyops.pruning.magnitude.holdings import Holdings
-from pyops.pruning.magnitude.selection import Scores, select_by_layer, select_together
-from pyops.pruning.magnitude.structures import COLUMNS, ROWS, Structure, select_structures
 from pyops.pruning.masks import Mask, Masks
+from pyops.pruning.ranking.holdings import Holdings
+from pyops.pruning.ranking.selection import Scores, select_by_layer, select_together
+from pyops.pruning.ranking.structures import COLUMNS, ROWS, Structure, select_structures
 
 __all__ = ["Rule", "magnitude", "masks_of_holdings", "scores_of", "zero_pruned"]
 

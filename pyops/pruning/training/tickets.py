@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops import checkpoint
-from pyops.pruning.magnitude.holdings import Holdings
-from pyops.pruning.magnitude.magnitude import Rule, masks_of_holdings, scores_of
-from pyops.pruning.magnitude.structures import Structure
 from pyops.pruning.masks import Mask, Masks
+from pyops.pruning.ranking.holdings import Holdings
+from pyops.pruning.ranking.rule import Rule, masks_of_holdings, scores_of
+from pyops.pruning.ranking.structures import Structure
 
 __all__ = ["LotteryConfig", "Ticket", "lottery", "rate_of"]
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import ranks_agree
 from pyops.mesh import ProcessGroupLike
-from pyops.pruning.magnitude.holdings import Holdings
-from pyops.pruning.magnitude.magnitude import Rule, masks_of_holdings, scores_of, zero_pruned
-from pyops.pruning.magnitude.structures import Structure
 from pyops.pruning.masks import Masks, unpack_bits
 from pyops.pruning.packed import masks_from_state, masks_state
+from pyops.pruning.ranking.holdings import Holdings
+from pyops.pruning.ranking.rule import Rule, masks_of_holdings, scores_of, zero_pruned
+from pyops.pruning.ranking.structures import Structure
 from pyops.pruning.training.holding import Hold, hold
 from pyops.pruning.training.schedule import CubicSchedule
 

@@ -24,7 +24,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.flat import Placement
 from pyops.mesh import ProcessGroupLike, resolve
-from pyops.pruning.magnitude.choice import Candidate, candidates_of, choose
+from pyops.pruning.ranking.choice import Candidate, candidates_of, choose
 from pyops.zero import ZeroOptimizer
 
 __all__ = ["Holding", "Holdings"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyops.pruning.magnitude.holdings import Holdings
+from pyops.pruning.ranking.holdings import Holdings
 
 __all__ = ["COLUMNS", "ROWS", "Structure", "select_structures"]
 
