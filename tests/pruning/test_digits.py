@@ -1,5 +1,5 @@
-"""What pruning does to a network that reads digits: gradually it keeps its accuracy, a large sparse
-network beats small dense ones, and a ticket beats another draw under its mask."""
+"""What pruning does to a network that reads digits: gradually it keeps its accuracy, and a ticket
+beats another draw under its mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.grids import full
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.cpu_only
 
-SEEDS = range(5)
 GRADUAL = {0.5: 97.0, 0.8: 97.0, 0.9: 97.0, 0.95: 96.0, 0.98: 93.0}  # at least, percent
 
 
@@ -25,35 +24,24 @@ def digits() -> runs.Digits:
     return runs.load()
 
 
-def dense(digits: runs.Digits, seed: int, *widths: int) -> nn.Module:
-    model = runs.network(seed, widths or (64, 256, 128, 10))
+def dense(digits: runs.Digits, seed: int) -> nn.Module:
+    model = runs.network(seed)
     return runs.train(digits, model, last=runs.DENSE_EPOCHS * runs.EPOCH, seed=seed)
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "seeds"), [(0.95, 1), *(full(sparsity, 5) for sparsity in GRADUAL)]
+    ("sparsity", "seeds"), [(0.95, 1), *(full(sparsity, 3) for sparsity in GRADUAL)]
 )
 def test_gradually_the_accuracy_stays(digits: runs.Digits, sparsity: float, seeds: int):
     gradual, after = [], []
     for seed in range(seeds):
         gradual.append(digits.accuracy(runs.prune_gradually(digits, sparsity, seed=seed)))
-        if sparsity >= 0.9:
+        if sparsity == 0.95:
             _, later = runs.one_shot(digits, dense(digits, seed), sparsity, seed=seed)
             after.append(later)
     assert statistics.mean(gradual) >= GRADUAL[sparsity]
-    if sparsity >= 0.9:
+    if sparsity == 0.95:
         assert statistics.mean(gradual) >= statistics.mean(after) + 0.3
-    if sparsity == 0.98:
-        assert statistics.mean(after) < 60
-
-
-@pytest.mark.full
-def test_a_large_sparse_network_beats_small_dense_ones(digits: runs.Digits):
-    sparse = [runs.prune_gradually(digits, 0.9, seed=seed) for seed in SEEDS]
-    mean = statistics.mean(digits.accuracy(model) for model in sparse)
-    for widths in ((64, 64, 10), (64, 48, 32, 10)):
-        small = [dense(digits, seed, *widths) for seed in SEEDS]
-        assert mean >= statistics.mean(map(digits.accuracy, small)) + 0.5
 
 
 @pytest.mark.parametrize(("rounds", "epochs", "seeds"), [(3, 12, 1), full(8, runs.DENSE_EPOCHS, 3)])
