@@ -161,19 +161,6 @@ def rotaries() -> Iterator[Case]:
             yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
 
 
-def counts() -> Iterator[Case]:
-    from pyops.ops.triton import radix_count as kernels
-
-    counters = empty(65536, dtype=torch.int64)
-    for dtype in (BF16, F32):
-        x, size = empty(TOKENS * 4096, dtype=dtype), dtype.itemsize
-        bits = empty(TOKENS * 512, dtype=torch.uint8)
-        for name, prefix in (("upper", None), ("lower", 16000)):
-            count = partial(kernels.radix_count_, [x], counters, prefix=prefix)
-            yield Case(f"{name} {_short(dtype)}", count, size, 1)
-        yield Case(f"keep {_short(dtype)}", partial(kernels.keep_bits_, [x], [bits]), 2 * size, 1)
-
-
 def attentions() -> Iterator[Case]:
     """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
     from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
@@ -208,7 +195,6 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "cross_entropy": cross_entropies,
     "dropout": dropouts,
     "rotary": rotaries,
-    "radix_count": counts,
 }
 # With matrix products: bytes alone say little of these, and no bound of benchmarks/triton_facts.py
 # is for them.

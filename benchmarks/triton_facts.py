@@ -79,12 +79,6 @@ BOUNDS = {
     "rotary: pairs bf16: rotary": (40, 13),
     "rotary: halves fp32: rotary": (40, 11),
     "rotary: pairs fp32: rotary": (40, 13),
-    "radix_count: upper bf16: count": (64, 20),
-    "radix_count: lower bf16: count": (64, 20),
-    "radix_count: keep bf16: keep": (64, 20),
-    "radix_count: upper fp32: count": (64, 20),
-    "radix_count: lower fp32: count": (64, 20),
-    "radix_count: keep fp32: keep": (64, 20),
 }
 COLUMN_SUM = (56, 14)
 SPILLED = {  # bytes

@@ -53,11 +53,9 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems(
-    "activation", "dropout", "rotary", "norm", "cross_entropy", "attention", "radix_count"
-)
+IN_TRITON = of_stems("activation", "dropout", "rotary", "norm", "cross_entropy", "attention")
 # Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows")
+BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "radix_count")
 DIFFERENTIABLE = {  # with a derivative
     op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
 }

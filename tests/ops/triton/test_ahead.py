@@ -119,19 +119,6 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
-def counts() -> Iterator[tuple[str, Callable[[], object]]]:
-    from pyops.ops.triton import radix_count as kernels
-
-    counters, bits = torch.zeros(65536, dtype=torch.int64), torch.zeros(625, dtype=torch.uint8)
-    for dtype, prefix in ((F32, 16000), (BF16, None), (F16, 7)):
-        x = torch.zeros(5000, dtype=dtype)
-        yield (
-            f"count {dtype}",
-            lambda x=x, p=prefix: kernels.radix_count_([x], counters, prefix=p),
-        )
-        yield f"keep {dtype}", lambda x=x: kernels.keep_bits_([x], [bits])
-
-
 def attentions() -> Iterator[tuple[str, Callable[[], object]]]:
     """All that hides but a layout, all that is added, and dropout."""
     yield from attention_of(BF16, hides=True, num_keys=12)
@@ -181,13 +168,11 @@ STEMS = {
     "activation": activations,
     "dropout": dropouts,
     "rotary": rotaries,
-    "radix_count": counts,
     "norm": norms,
     "cross_entropy": cross_entropies,
 }
 
 
-WRITES = ("st.global", "atom.global", "red.global")
 MORE = {"more attention": more_attentions}
 
 
@@ -197,6 +182,5 @@ def test_kernels_compile_for_sm_90(stem: str):
         compiled = compile_launches(call)
         assert compiled, f"{name} launched nothing"
         assert all(
-            ".target sm_90" in launch.ptx and any(w in launch.ptx for w in WRITES)
-            for launch in compiled
+            ".target sm_90" in launch.ptx and "st.global" in launch.ptx for launch in compiled
         ), name

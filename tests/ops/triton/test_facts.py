@@ -33,8 +33,6 @@ CASES = {
     "back bf16",
     "part of rows bf16",
     "pairs bf16",
-    "upper bf16",
-    "keep bf16",
 }
 
 
