@@ -26,7 +26,7 @@ import torch
 from benchmarks import harness, machine, report
 from pyops.train.report.metrics import read_rows
 
-__all__ = ["Finished", "finished_runs", "main", "rows_of", "run"]
+__all__ = ["Finished", "finished_runs", "main", "rows_of", "run", "stamp"]
 
 FOLDER = report.ROOT / "runs" / "convergence"
 CONFIG = report.ROOT / "examples" / "gpt_small.toml"
@@ -140,11 +140,12 @@ def rows_of(runs: Iterable[Finished]) -> list[Row]:
                 row["switch"] = sorted(
                     {each.switch for each in seeds.values() if each.switch is not None}
                 )
-            found.append(row | _stamp())
+            found.append(row | stamp())
     return found
 
 
-def _stamp() -> Row:
+def stamp() -> Row:
+    """Where and when a row without timings was made, by one thread."""
     return {
         "machine": {**machine.describe(torch.device("cpu")), "threads": 1},
         "versions": machine.versions(),

@@ -227,6 +227,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     ),
     "share of the magnitude kept": lambda row: ", ".join(
         f"{name} {share:.4f}" for name, share in row.get("kept_share", {}).items()
+    "held-out digits read, mean over seeds": lambda row: ", ".join(
+        f"{name} {sum(read) / len(read):.2f} %"
+        for name, read in row.get("percent_read", {}).items()
     ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pyops
-from pyops import checkpoint, comm, data, elastic, hub, onebit, tensor_parallel
+from pyops import checkpoint, comm, data, elastic, hub, onebit, pruning, tensor_parallel
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
 from pyops.context_parallel import token_mean
@@ -75,6 +75,10 @@ def one_bit(kind: Any, options: dict[str, int]) -> Any:
 def divergence() -> Any:
     side = TP.LinearLogits(torch.zeros(2, 4), torch.zeros(8, 4))
     return TP.linear_kl_divergence(side, side)
+
+
+def train(model: nn.Module, masks: Any, *, first: int, last: int | None) -> None:
+    return None
 
 
 def whole(model: nn.Module) -> Any:
@@ -143,6 +147,18 @@ CALLS: dict[str, Callable[[], Any]] = {
     "plan.measure_layers": lambda: measure_layers(ImageShape.named("coatnet-0")),
     "precision.LossScaler": LossScaler,
     "precision.overflowed": lambda: overflowed([X]),
+    "pruning.gradual": lambda: pruning.gradual(
+        linear(), AdamW(linear().parameters()), pruning.CubicSchedule(0.5, 1, 1, 1), only=["*"]
+    ),
+    "pruning.kth_magnitude": lambda: pruning.kth_magnitude([X], 1),
+    "pruning.lottery": lambda: next(
+        pruning.lottery(lambda seed: linear(), train, pruning.LotteryConfig(rounds=1, only=["*"]))
+    ),
+    "pruning.magnitude": lambda: pruning.magnitude(linear(), 0.5, only=["*"]),
+    "pruning.masks_from_state": lambda: pruning.masks_from_state(linear(), {}),
+    "pruning.masks_state": lambda: pruning.masks_state(
+        pruning.Masks(linear(), {"weight": torch.ones(4, 4, dtype=torch.bool)})
+    ),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
     "tensor_parallel.Dropout": lambda: TP.Dropout(0.1, width=4),
     "tensor_parallel.LayerNorm": lambda: TP.LayerNorm(4),
@@ -196,6 +212,7 @@ OTHERWISE = {
     "quantized.IntN": "inputs that share a scale",
     "quantized.load": "the ranks that the model was made for, or this process alone",
     "quantized.save": "the ranks that the model was made for, or this process alone",
+    "pruning.Gradual": "made by pruning.gradual",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",
 }

@@ -211,6 +211,11 @@ struct Kernels {
     void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
                                    double* sums);
     void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
+    // Adds the counts of magnitudes: of the upper 15 bits below the sign (prefix < 0), even and odd
+    // numbers in the first and second half of `counts`, or of the lower 16 bits of those whose upper
+    // ones are `prefix`. And sets what has no bit to 0, from a byte's first bit on.
+    void (*radix_count)(const void* data, int64_t n, int dtype, int64_t prefix, uint32_t* counts);
+    void (*keep_bits)(void* data, const uint8_t* bits, int64_t n, int dtype);
 };
 
 const Kernels& kernels();

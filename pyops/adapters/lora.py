@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.adapters.frozen import matching
+from pyops.name_patterns import matching
 from pyops.ops.memory import require_memory
 from pyops.quantized import QuantizedLinear
 from pyops.quantized.layers import is_conv1d, is_head

@@ -15,7 +15,15 @@ from pyops.flat.buffer import FlatBuffer
 from pyops.flat.channels import ChannelPart, ChannelSet
 from pyops.flat.layout import ALIGNMENT, FlatLayout
 from pyops.flat.placement import Cut, Placement
-from pyops.flat.places import InPlace, check_free, check_watches, claim, release, watches_of
+from pyops.flat.places import (
+    InPlace,
+    check_free,
+    check_watches,
+    claim,
+    owner_of,
+    release,
+    watches_of,
+)
 from pyops.flat.shard import (
     Box,
     Shard,
@@ -46,6 +54,7 @@ __all__ = [
     "check_watches",
     "claim",
     "meeting",
+    "owner_of",
     "release",
     "watches_of",
     "whole_of_boxes",

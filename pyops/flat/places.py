@@ -247,6 +247,12 @@ def release(parameters: Iterable[nn.Parameter], owner: object) -> None:
             del _owners[parameter]
 
 
+def owner_of(parameter: nn.Parameter) -> object | None:
+    """The object in whose flat tensors a parameter is; None: nobody's."""
+    found = _owners.get(parameter)
+    return None if found is None else found[0]()
+
+
 def check_free(named: Iterable[tuple[str, nn.Parameter]], *, who: str) -> None:
     """ValueError, naming the owner, for a parameter that is in another's flat tensors."""
     for name, parameter in named:

@@ -43,6 +43,8 @@ of `torch.ops.pyops`.
     csr_product  csr_product                           a sparse matrix times a dense one
     stripe_search  stripe_search                       the order of columns that keeps most of a 2:4
                                                        matrix
+    radix_count  radix_count_, keep_bits_              the k-th largest magnitude by counting; masks
+                                                       applied in place
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
     symmetric_step  symmetric_adam_from_table_         ZeRO's reduce-scatter, Adam and all-gather in
                                                        one kernel
@@ -79,7 +81,7 @@ from pyops.ops.optimizers import (
     sgd,
     table,
 )
-from pyops.ops.sparse import csr_product, nm_mask, stripe_search
+from pyops.ops.sparse import csr_product, nm_mask, radix_count, stripe_search
 
 __all__ = [
     "activation",
@@ -109,6 +111,7 @@ __all__ = [
     "onebit",
     "optim",
     "quantize",
+    "radix_count",
     "random",
     "reduce",
     "rotary",

@@ -137,6 +137,16 @@ class Masks(Mapping[str, Mask]):
     def __init__(self, model: nn.Module, alive: Mapping[str, Tensor | Mask]) -> None:
         self.model = model
         self._observers: list[Callable[[], None]] = []
+        self._masks = Masks.checked(model, alive)
+        named = dict(model.named_parameters())
+        self._parameters = {name: named[name] for name in self._masks}
+        for parameter in self._parameters.values():
+            setattr(parameter, OWNER, self)
+        self.apply_()
+
+    @staticmethod
+    def checked(model: nn.Module, alive: Mapping[str, Tensor | Mask]) -> dict[str, Mask]:
+        """The masks under the parameters' first names; raises what making `Masks` of them would."""
         named = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         for name, parameter in named.items():
@@ -148,13 +158,7 @@ class Masks(Mapping[str, Mask]):
             under = first[id(named[name])]
             _check_mask(name, named[name], mask, found.get(under))
             found[under] = mask
-        if not found:
-            raise ValueError("there is no parameter to mask; name at least one")
-        self._masks = found
-        self._parameters = {name: named[name] for name in found}
-        for parameter in self._parameters.values():
-            setattr(parameter, OWNER, self)
-        self.apply_()
+        return found
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a pickled parameter has no masks; checkpoints have them

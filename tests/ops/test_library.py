@@ -46,6 +46,7 @@ STEMS = (
     "nm_mask",
     "csr_product",
     "stripe_search",
+    "radix_count",
 )
 
 
@@ -72,7 +73,13 @@ IN_TRITON = OF_CODES | of_stems(
 )
 # Those that torch's own kernels, or the CPU's, answer for on CUDA.
 BY_TORCH = {"decode_rows"} | of_stems(
-    "depthwise", "batch_norm", "few_rows", "int8_linear", "csr_product", "stripe_search"
+    "depthwise",
+    "batch_norm",
+    "few_rows",
+    "int8_linear",
+    "csr_product",
+    "radix_count",
+    "stripe_search",
 )
 DIFFERENTIABLE = {  # with a derivative
     op

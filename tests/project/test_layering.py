@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
 LAYERS = [
-    ["protocols", "renamed", "torch_private"],
+    ["protocols", "renamed", "torch_private", "name_patterns"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
     ["ops", "failure", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
@@ -148,6 +148,11 @@ FLOORS = {
         ["layouts", "measuring"],
         ["result"],
         ["pictures", "show"],
+    ],
+    "pruning": [
+        ["masks"],
+        ["nm", "packed", "ranking", "sparsity_report", "symmetries"],
+        ["permutation", "saving", "straight_through", "training"],
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
@@ -360,6 +365,7 @@ def test_every_room_is_reached_from_the_package():
 
     rooms = {room_of(p) for p in package_files()} - {
         "__main__",
+        "name_patterns",
         "protocols",
         "renamed",
         "torch_private",

@@ -22,6 +22,7 @@ import torch
 from pyops.comm.buckets.bucket import plan_buckets
 from pyops.comm.buckets.bucket_errors import BucketErrors
 from pyops.comm.buckets.gradient_buckets import BucketMember, GradientBuckets
+from pyops.comm.buckets.kept_elements import KeptElements, carry_errors
 from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
@@ -29,6 +30,7 @@ from pyops.comm.collectives.work import Work
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatBuffer
+from pyops.protocols import CollectiveCodec
 from pyops.renamed import refuse_renamed
 
 __all__ = ["Reducer"]
@@ -60,6 +62,8 @@ class Reducer:
             the error for which this rank leaves the group. None: nothing is looked for.
         own: {number of a buffer: the ranks over which it is summed} where these are not all of
             `communicator`; none at first, and never with a codec.
+        epilogue: Called with each bucket's number when its gradients are summed, before anybody
+            sees them: a mask is applied there. None: nothing is.
 
     Raises:
         ValueError: reduction is neither "mean" nor "sum", or bucket_bytes is below 1.
@@ -92,16 +96,9 @@ class Reducer:
             positions=positions,
         )
         self.codec = codec
-        self.errors: BucketErrors | None = None
-        if codec is not None and communicator is not None:
-            self.errors = BucketErrors(
-                codec,
-                self.buckets,
-                layouts=[b.layout for b in self.buffers],
-                rank=communicator.rank,
-                size=communicator.size,
-                devices=[b.data.device for b in self.buffers],
-            )
+        self._kept: KeptElements | None = None
+        self._sent: dict[int, torch.Tensor] = {}
+        self.errors = self._new_errors(None)
         bucket_of = {(b.buffer, p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         self._numbering = [
             (b, p) for b, buffer in enumerate(self.buffers) for p in range(len(buffer))
@@ -113,6 +110,7 @@ class Reducer:
         self.look: Callable[[], Exception | None] | None = None
         self.looked = False
         self.own: Mapping[int, OwnRanks] = {}
+        self.epilogue: Callable[[int], None] | None = None
         self._works: list[Work | None] = []
         members = [
             BucketMember(
@@ -124,6 +122,43 @@ class Reducer:
             for b, p in self._numbering
         ]
         self._hooks = GradientBuckets(members, len(self.buckets), self)
+
+    def _new_errors(self, kept: KeptElements | None) -> BucketErrors | None:
+        if self.codec is None or self.communicator is None:
+            return None
+        return BucketErrors(
+            self.codec,
+            self.buckets if kept is None else kept.buckets,
+            layouts=[b.layout for b in self.buffers] if kept is None else kept.layouts,
+            rank=self.communicator.rank,
+            size=self.communicator.size,
+            devices=[b.data.device for b in self.buffers],
+        )
+
+    def send_only(self, alive: Sequence[Mapping[int, torch.Tensor]] | None) -> None:
+        """Let the codec send only some elements, and have 0 in place of the others; without a codec
+        everything is sent as it is. Errors of what is still sent are taken over.
+
+        Args:
+            alive: For each buffer {number of a parameter: bool, flat, of its elements}; of other
+                parameters everything is sent. None: everything, as in the beginning. The same on
+                all ranks.
+
+        Raises:
+            ValueError: The codec sends no elements, but whole matrices.
+        """
+        if self.errors is None:
+            return
+        if alive is not None and isinstance(self.codec, CollectiveCodec):
+            raise ValueError(
+                f"{self.errors.codec.name} sends whole matrices, of which no elements can be left "
+                "out; use a codec of elements, such as pyops.comm.OneBit() or Int8()"
+            )
+        kept = None if alive is None else KeptElements(self.buckets, self.buffers, alive)
+        errors = self._new_errors(kept)
+        assert errors is not None
+        carry_errors(self.errors, errors, before=self._kept, after=kept)
+        self.errors, self._kept = errors, kept
 
     @property
     def synchronizes(self) -> bool:
@@ -204,6 +239,8 @@ class Reducer:
                 )
             )
             return
+        if self._kept is not None:
+            gradient = self._sent[bucket] = self._kept.gather(bucket, gradient)
         self._works.append(
             compressed_all_reduce(
                 gradient,
@@ -258,6 +295,19 @@ class Reducer:
             for b, own in self.own.items():
                 self.buffers[b].grad.mul_(own.share)
 
+    def _arrive(self, absent: list[int]) -> None:
+        """Wait for all buckets, and finish their gradients."""
+        self._wait(absent)
+        for index, bucket in enumerate(self.buckets):
+            gradient = self.buffers[bucket.buffer].grad[bucket.start : bucket.stop]
+            if index in self._sent:
+                assert self._kept is not None
+                self._kept.scatter(index, gradient, self._sent.pop(index))
+            elif self.errors is not None:
+                self.errors.clear_padding(index, gradient)
+            if self.epilogue is not None:
+                self.epilogue(index)
+
     def finish(self) -> None:
         """Called by `GradientBuckets`: start the buckets that waited for unused parameters, then
         wait for all."""
@@ -273,12 +323,7 @@ class Reducer:
             absent_before[number] = None if gradient is None else gradient.clone()
             self.buffers[b].restore_gradient(p)
         self._hooks.start_rest()
-        self._wait(absent)
-        if self.errors is not None:
-            for index, bucket in enumerate(self.buckets):
-                self.errors.clear_padding(
-                    index, self.buffers[bucket.buffer].grad[bucket.start : bucket.stop]
-                )
+        self._arrive(absent)
         if absent:
             everywhere = (
                 [0] * len(self._numbering) if self.communicator is None else self._used.tolist()

@@ -6,6 +6,7 @@ finish           chunk        [ b0 | w1 ]                    what this rank owns
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class ReduceScatterBucket:
     """The gradient of one bucket of parameters.
 
     whole: this rank's gradient, None while there is none. chunk: the reduced gradient of what this
-    rank owns, None likewise.
+    rank owns, None likewise. epilogue: called with the chunk when it is summed, before anybody sees
+    it: a mask is applied there; None: nothing is.
 
     Args:
         keeps: Whether the memory of `whole` stays; or the memory of the whole flat buffer's, which
@@ -58,6 +60,7 @@ class ReduceScatterBucket:
         self._views: dict[int, Tensor] = {}
         self._work: Work | None = None
         self._coded, self._scale = False, 1.0
+        self.epilogue: Callable[[Tensor], None] | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -208,6 +211,8 @@ class ReduceScatterBucket:
         if self._scale != 1.0:
             assert self.chunk is not None
             self.chunk.mul_(self._scale)
+        if self.epilogue is not None and self.chunk is not None:
+            self.epilogue(self.chunk)
         if self._before is not None:
             assert self.chunk is not None
             self.chunk.add_(self._before)

@@ -1,4 +1,4 @@
-"""Arguments for the ops on sparse matrices, for tests/ops/samples.py."""
+"""Arguments for the ops of pruning and of sparse matrices, for tests/ops/samples.py."""
 
 from __future__ import annotations
 
@@ -26,5 +26,19 @@ SPARSE_SAMPLES: dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[s
     "stripe_search": lambda device: (
         (torch.rand(7, 12, device=device, dtype=torch.float64),),
         {"escapes": 5, "seed": 3},
+    ),
+    "radix_count_": lambda device: (
+        (
+            [torch.ones(5, device=device), 1.0 + torch.rand(3, 4, device=device) / 128],
+            torch.zeros(65536, dtype=torch.int64, device=device),
+        ),
+        {"prefix": 0x3F80},
+    ),
+    "keep_bits_": lambda device: (
+        (
+            [torch.randn(11, device=device), torch.randn(3, 4, device=device).bfloat16()],
+            [torch.tensor(b, dtype=torch.uint8, device=device) for b in ([90, 5], [201, 3])],
+        ),
+        {},
     ),
 }

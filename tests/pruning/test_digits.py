@@ -1,0 +1,60 @@
+"""What pruning does to a network that reads digits: gradually it keeps its accuracy, and a ticket
+beats another draw under its mask."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+
+import pytest
+from torch import nn
+
+from benchmarks import pruned_digits as runs
+from pyops.pruning import LotteryConfig, lottery, rate_of
+from tests.grids import full
+
+pytest.importorskip("sklearn")
+pytestmark = pytest.mark.cpu_only
+
+GRADUAL = {0.5: 97.0, 0.8: 97.0, 0.9: 97.0, 0.95: 96.0, 0.98: 93.0}  # at least, percent
+
+
+@pytest.fixture(scope="module")
+def digits() -> runs.Digits:
+    return runs.load()
+
+
+def dense(digits: runs.Digits, seed: int) -> nn.Module:
+    model = runs.network(seed)
+    return runs.train(digits, model, last=runs.DENSE_EPOCHS * runs.EPOCH, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "seeds"), [(0.95, 1), *(full(sparsity, 3) for sparsity in GRADUAL)]
+)
+def test_gradually_the_accuracy_stays(digits: runs.Digits, sparsity: float, seeds: int):
+    gradual, after = [], []
+    for seed in range(seeds):
+        gradual.append(digits.accuracy(runs.prune_gradually(digits, sparsity, seed=seed)))
+        if sparsity == 0.95:
+            _, later = runs.one_shot(digits, dense(digits, seed), sparsity, seed=seed)
+            after.append(later)
+    assert statistics.mean(gradual) >= GRADUAL[sparsity]
+    if sparsity == 0.95:
+        assert statistics.mean(gradual) >= statistics.mean(after) + 0.3
+
+
+@pytest.mark.parametrize(("rounds", "epochs", "seeds"), [(3, 12, 1), full(8, runs.DENSE_EPOCHS, 3)])
+def test_a_ticket_beats_another_draw(digits: runs.Digits, rounds: int, epochs: int, seeds: int):
+    gaps = []
+    config = LotteryConfig(rounds, rate_of(1 - 0.6**8, rounds), only=runs.ALL)
+    for seed in range(seeds):
+
+        def train(model, masks, *, first, last, seed=seed):
+            end = epochs * runs.EPOCH if last is None else last
+            runs.train(digits, model, masks, first=first, last=end, seed=seed)
+
+        for ticket in lottery(lambda draw, s=seed: runs.network(100 * draw + s), train, config):
+            accuracy = digits.accuracy(copy.deepcopy(ticket.model))
+        gaps.append(accuracy - digits.accuracy(ticket.control(seed=1)))
+    assert statistics.mean(gaps) >= 4.0
