@@ -219,6 +219,12 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
     ),
+    "by method": lambda row: (
+        ", ".join(f"{name} {value:g}" for name, value in row["by_method"].items())
+        + f" {row['unit']}"
+        if "by_method" in row
+        else ""
+    ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pyops
-from pyops import checkpoint, comm, data, elastic, hub, onebit, tensor_parallel
+from pyops import checkpoint, comm, data, elastic, hub, onebit, quantized, tensor_parallel
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
 from pyops.context_parallel import token_mean
@@ -142,6 +142,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "plan.measure_blocks": lambda: measure_blocks(ModelShape.of_gpt(GPTConfig())),
     "precision.LossScaler": LossScaler,
     "precision.overflowed": lambda: overflowed([X]),
+    "quantized.aware": lambda: quantized.aware(linear(), quantized.Scheme(), group=None),
+    "quantized.awq": lambda: quantized.awq(linear(), quantized.Int8(), [X], group=None),
+    "quantized.calibrate": lambda: quantized.calibrate(linear(), [X], group=None),
+    "quantized.gptq": lambda: quantized.gptq(linear(), quantized.Int8(), [X], group=None),
+    "quantized.smooth": lambda: quantized.smooth(linear(), [X], group=None),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
     "tensor_parallel.Dropout": lambda: TP.Dropout(0.1, width=4),
     "tensor_parallel.LayerNorm": lambda: TP.LayerNorm(4),
@@ -189,6 +194,8 @@ OTHERWISE = {
     "onebit.OneBitLAMBConfig": "options of an optimizer that is tried",
     "onebit.ZeroOneConfig": "options of an optimizer that is tried",
     "pipeline.profile": "measures this process alone",
+    "quantized.Int4": "inputs that share a scale",
+    "quantized.IntN": "inputs that share a scale",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",
 }

@@ -138,6 +138,7 @@ FLOORS = {
         ["result"],
         ["pictures", "show"],
     ],
+    "quantized": [["formats"], ["linear_layers"], ["calibration"], ["fake_layers"], ["training"]],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
         ["host", "report", "setup", "tasks"],
