@@ -1,6 +1,6 @@
 # For people: each target does all of its set-up on a machine that has python3 >= 3.10 and a C++ compiler.
 #   make train   build, then train a GPT on the Python standard library's sources over two processes
-#   make test    build, then run the tests, in one process per core; make test-full runs the grids whose cut stands among them
+#   make test    build, then run the tests, in one process more than there are cores; make test-full runs the grids whose cut stands among them
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff, mypy and clang-format
 #   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
@@ -18,8 +18,10 @@ BYTE_CODE = $(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysc
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
-# Each worker has a pool of ranks of its own for each size of world: more than four workers are worth their memory on no machine.
-PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile
+# One worker more than there are cores, since tests of lost ranks wait more than they compute; each has a pool of ranks of its own for
+# each size of world: more than four workers are worth their memory on no machine.
+WORKERS  ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+PARALLEL ?= -n $(WORKERS) --dist loadfile
 SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
 .PHONY: train test test-full bench lint docs wheel rehearse race gpu clean

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 __all__ = ["Compiled", "Machine", "compile_launches", "machine_code", "variants"]
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS, THREADS, CTAS, SHARED = 65536, 2048, 32, 227 << 10  # of a multiprocessor of sm_90
 

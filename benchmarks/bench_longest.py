@@ -44,8 +44,21 @@ SETTINGS: dict[str, tuple[bool, bool, str]] = {
     "BigBird, recomputed": (False, True, PATTERN),
     "fused, recomputed": (False, True, ""),
 }
-# What an allocation that fails says: of torch, of C++, of Python, and of pyops.
-OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "MemoryError", "no memory for")
+# Where the search begins if no row says: near what two cores found, to save steps.
+STARTS = {
+    "explicit scores": 1024,
+    "explicit scores, recomputed": 3072,
+    "BigBird, recomputed": 21504,
+}
+# What an allocation that fails says: of torch, of C++, of Python, of pyops, and of an output that a
+# kernel asks torch for.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "bad_alloc",
+    "MemoryError",
+    "no memory for",
+    "API call failed",
+)
 TIMED = "fused, recomputed"  # whose longest length would take hours to find
 CHILD = """
 import resource, sys
@@ -233,7 +246,7 @@ def run(options: Options) -> list[Row]:
         def fits(length: int, setting: str = setting) -> dict[str, float] | None:
             return probe(setting, length, limit=LIMIT, layers=12)
 
-        low, high, figures = longest(fits, starts.get(setting, 1024))
+        low, high, figures = longest(fits, starts.get(setting, STARTS[setting]))
         found[setting] = low
         beside = {**starts, **found}.get("explicit scores")
         more: Row = {"times_as_long": round(low / beside, 2)} if beside else {}

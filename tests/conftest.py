@@ -36,7 +36,16 @@ def pytest_report_header() -> str:
 # would run alone, while the other workers are done. Longest first.
 LONG = (
     "tests/train/faults/test_faults.py",
+    "tests/ops/triton/test_facts.py",
+    "tests/ops/triton/test_interpreter.py",
+    "tests/ops/triton/test_ahead.py",
+    "tests/cuda/test_kernels.py",
+    "tests/context_parallel/test_ranks.py",
     "tests/train/faults/test_membership.py",
+    "tests/project/test_build.py",
+    "tests/odd_input/test_callables.py",
+    "tests/parallel/test_trainer.py",
+    "tests/parallel/test_without_optimizer.py",
     "tests/elastic/runtime/test_lost_ranks.py",
     "tests/train/test_task_runs.py",
     "tests/zero/test_stages.py",
@@ -49,6 +58,13 @@ LONG = (
     "tests/train/test_run.py",
     "tests/comm/test_failure.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the order of LONG: by default pytest-xdist begins with the files of most tests, however
+    short these are, and ends with the long ones."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def _turn(item: pytest.Item) -> int:

@@ -145,6 +145,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "quantized.aware": lambda: quantized.aware(linear(), quantized.Scheme(), group=None),
     "quantized.awq": lambda: quantized.awq(linear(), quantized.Int8(), [X], group=None),
     "quantized.calibrate": lambda: quantized.calibrate(linear(), [X], group=None),
+    "quantized.convert": lambda: quantized.convert(linear(), group=None),
     "quantized.gptq": lambda: quantized.gptq(linear(), quantized.Int8(), [X], group=None),
     "quantized.smooth": lambda: quantized.smooth(linear(), [X], group=None),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
@@ -196,6 +197,8 @@ OTHERWISE = {
     "pipeline.profile": "measures this process alone",
     "quantized.Int4": "inputs that share a scale",
     "quantized.IntN": "inputs that share a scale",
+    "quantized.load": "the ranks that the model was made for, or this process alone",
+    "quantized.save": "the ranks that the model was made for, or this process alone",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",
 }

@@ -8,15 +8,14 @@
 // The channels of a block are gone through before the next one, so that memory is read in stretches.
 // Every sum goes by rows, taps and columns in their order, whatever the block: the bits of an image
 // don't depend on its neighbours, nor on threads.
-#include "../math/activation.h"
 #include "../math/depthwise.h"
+#include "finish_row.h"
 #include "rows.h"
 #include "row_sums.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
 
-#define PYOPS_INLINE __attribute__((always_inline))
 #define PYOPS_UNROLL _Pragma("GCC unroll 32")
 
 constexpr int64_t PIXELS_IN_A_SUM = 128;  // added up in fp32, about, before they go into float64
@@ -242,28 +241,6 @@ private:
     T* scratch_;
     int64_t held_[4] = {-1, -1, -1, -1};
 };
-
-// `row` as it is stored, perhaps after an activation; they are the same row for fp32 and float64.
-template <typename S, typename T>
-void finish_row(S* out, const T* row, int64_t n, int activation) {
-    const auto write = [=](auto change) {
-        for_each_of<S>(n, [=](auto lane, int64_t i) PYOPS_INLINE {
-            typename decltype(lane)::type a;
-            load(a, row + i);
-            store(out + i, change(a));
-        });
-    };
-    if (activation >= 0)
-        with_activation<(sizeof(S) > 2)>(activation, [&](auto act) {
-            write([act](auto z) PYOPS_INLINE {
-                decltype(z) value, slope;
-                act(z, value, slope);
-                return value;
-            });
-        });
-    else if constexpr (sizeof(S) != sizeof(T))
-        write([](auto z) PYOPS_INLINE { return z; });
-}
 
 template <typename S, int STRIDE>
 void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scratch) {

@@ -18,10 +18,14 @@
 #include "batch_norm.h"
 #include "depthwise.h"
 #include "fake_quantize.h"
+#include "few_rows.h"
 #include "../host/codec.h"
+#include "code_rows.h"
+#include "int8_linear.h"
 #include "logits.h"
 #include "dropout.h"
 #include "rotary.h"
+#include "scaled.h"
 
 namespace pyops {
 
@@ -185,9 +189,25 @@ struct Kernels {
     void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
                                    double* sums);
     void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
+    // Rows [first, last): codes and scales of them, or their extents; numbers of int32 sums.
+    // scratch: width numbers.
+    void (*quantize_rows)(const QuantizedRows& rows, int64_t first, int64_t last, float* scratch);
+    void (*scale_product)(const ScaledSums& rows, int64_t first, int64_t last, float* scratch);
+    // Outputs [first, last) of all rows.
+    void (*code_product)(const CodeProduct& rows, int64_t first, int64_t last);
+    // Rows [first, last) of codes as numbers. scratch: width numbers.
+    void (*decode_rows)(const CodeRows& rows, int64_t first, int64_t last, float* scratch);
+    // Rows [from, to) of a panel of outputs. scratch: int8_linear_scratch bytes.
+    void (*int8_linear)(const Int8Linear& layer, int64_t panel, int64_t from, int64_t to,
+                        void* scratch);
+    // Outputs [first, last) of all rows.
+    void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
 };
 
 const Kernels& kernels();
+
+// Whether int8_linear has the machine's instruction for it, in the kernels that are in use.
+bool int8_linear_is_fast();
 
 #define PYOPS_STEP(RULE, NAME)                                                                     \
     inline void step_span(const Kernels& kernels, const StepSpan& span, const RULE<float>& rule) { \

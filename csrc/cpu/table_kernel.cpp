@@ -46,6 +46,12 @@ void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, 
 void fake_quantize_kernel(const FakeQuantizeSpan&, int64_t, int64_t);
 void fake_quantize_backward_kernel(const FakeQuantizeSpan&, int64_t, int64_t, double*);
 void fake_quantize_columns_kernel(const FakeQuantizeSpan&, const RowTile&, double*);
+void quantize_rows_kernel(const QuantizedRows&, int64_t, int64_t, float*);
+void scale_product_kernel(const ScaledSums&, int64_t, int64_t, float*);
+void code_product_kernel(const CodeProduct&, int64_t, int64_t);
+void decode_rows_kernel(const CodeRows&, int64_t, int64_t, float*);
+void int8_linear_kernel(const Int8Linear&, int64_t, int64_t, int64_t, void*);
+void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -99,6 +105,12 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::fake_quantize_kernel,
     PYOPS_ISA::fake_quantize_backward_kernel,
     PYOPS_ISA::fake_quantize_columns_kernel,
+    PYOPS_ISA::quantize_rows_kernel,
+    PYOPS_ISA::scale_product_kernel,
+    PYOPS_ISA::code_product_kernel,
+    PYOPS_ISA::decode_rows_kernel,
+    PYOPS_ISA::int8_linear_kernel,
+    PYOPS_ISA::few_rows_kernel,
 };
 
 }  // namespace pyops

@@ -103,4 +103,32 @@ PYOPS_HOST_DEVICE float quantize_number(uint8_t code) {
     }
 }
 
+// Codes 0 .. 255 of numbers from low <= 0 to high >= 0, of which z stands for 0:
+//   s = (high - low) / 255, z = round(-low / s), c = round(u / s) + z
+
+PYOPS_HOST_DEVICE float rounded_to_whole(float t) {  // |t| < 2^22
+    return (t + 12582912.0f) - 12582912.0f;
+}
+
+PYOPS_HOST_DEVICE float affine_scale(float low, float high) {
+    const float scale = (high - low) / 255.0f;
+    return scale < float_of(0x7F800000u) ? scale : float_of(0x7FC00000u);
+}
+
+// 0 where there is no scale to divide by.
+PYOPS_HOST_DEVICE float affine_zero(float low, float scale) {
+    const float ratio = -low / scale;
+    const float within = ratio < 255.0f ? ratio : 255.0f;
+    return scale > 0.0f ? rounded_to_whole(within) : 0.0f;
+}
+
+PYOPS_HOST_DEVICE uint8_t affine_code(float u, float scale, float zero) {
+    const float ratio = u / scale;
+    const float low =
+        ratio > -511.0f ? ratio : -511.0f;  // beyond, a code is 0 or 255 whatever z is
+    const float moved = rounded_to_whole(low < 511.0f ? low : 511.0f) + zero;
+    const float above = moved > 0.0f ? moved : 0.0f, within = above < 255.0f ? above : 255.0f;
+    return static_cast<uint8_t>(static_cast<int32_t>(scale > 0.0f ? within : 0.0f));
+}
+
 }  // namespace pyops

@@ -10,12 +10,14 @@ Ranks sum their parts.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.ops.memory import require_memory
+from pyops.quantized import QuantizedLinear
 from pyops.tensor_parallel import Ranks
 
 __all__ = ["fingerprint"]
@@ -25,8 +27,8 @@ CHUNK = 1 << 20  # elements that are looked at together
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, *, group: Ranks) -> str:
-    """16 hex digits of a model's parameters that belong to no adapter: names, shapes, values. A
-    collective.
+    """16 hex digits of a model's parameters that belong to no adapter, and of the codes of
+    quantized layers: names, shapes, values. A collective.
 
     Args:
         model: What is merged into it counts.
@@ -35,22 +37,32 @@ def fingerprint(model: nn.Module, *, group: Ranks) -> str:
     Raises:
         ValueError: For a parameter that has no memory here, as ZeRO stage 3 leaves it.
     """
-    placements, sums, names = Placement.of(model), [], []
-    for name, parameter in model.named_parameters():
-        if ".adapter." in f".{name}.":
-            continue
-        place = placements.get(name) or Placement.whole(
-            parameter.shape, rank=group.rank, ranks=group.size
-        )
-        require_memory(parameter, name)
+    sums, names = [], []
+    for name, held, place in _held(model):
+        place = place or Placement.whole(held.shape, rank=group.rank, ranks=group.size)
+        require_memory(held, name)
         names.append(f"{name} {place.global_shape}")
-        sums.append(_sum(parameter, place) if place.first else 0)
+        sums.append(_sum(held, place) if place.first else 0)
     total = torch.tensor(sums, dtype=torch.int64)
     if group.size > 1:
         device = next(model.parameters()).device
         total = group.sum_(total.to(device)).wait().cpu()
     text = "\n".join(f"{name} {value}" for name, value in zip(names, total.tolist(), strict=True))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor, Placement | None]]:
+    """Parameters that belong to no adapter, and the codes of quantized layers, with their
+    placements."""
+    placements = Placement.of(model)
+    for name, parameter in model.named_parameters():
+        if ".adapter." not in f".{name}.":
+            yield name, parameter, placements.get(name)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            for key in ("codes", "scales", "zero_points"):
+                if (codes := getattr(module, key)) is not None:
+                    yield f"{name}.{key}", codes, module.code_placements.get(key)
 
 
 def _sum(parameter: Tensor, place: Placement) -> int:

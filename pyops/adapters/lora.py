@@ -7,6 +7,7 @@ are (Hu et al., arXiv:2106.09685).
     lora.merge()                              W += alpha / r B A
 
     layers of pyops.tensor_parallel    cut by columns or rows, and the vocabulary head: see LowRank
+    pyops.quantized.QuantizedLinear    the same, and of anybody's models, with codes as the weight
     torch.nn.Linear, Conv1D            of models of anybody's, on one rank
 """
 
@@ -20,22 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from pyops.adapters.frozen import matching
-from pyops.models.vocabulary_head import VocabularyHead
 from pyops.ops.memory import require_memory
+from pyops.quantized import QuantizedLinear
+from pyops.quantized.layers import is_conv1d, is_head
 from pyops.tensor_parallel import ColumnParallelLinear, LowRank, RowParallelLinear
 
 __all__ = ["LoRA", "attach", "linear_layers"]
 
 
+_WITH_ADAPTERS = ColumnParallelLinear | RowParallelLinear | QuantizedLinear
+"""Layers that apply their adapter themselves."""
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether an adapter can be of this layer."""
-    known = isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Linear)
-    return known or _is_conv1d(module)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' linear layer whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return isinstance(module, _WITH_ADAPTERS | nn.Linear) or is_conv1d(module)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -47,14 +47,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_linear(module)}
 
 
-def _is_head(model: nn.Module, module: nn.Module) -> bool:
-    get = getattr(model, "get_output_embeddings", None)
-    return isinstance(module, VocabularyHead) or (callable(get) and get() is module)
-
-
 def sizes(layer: nn.Module) -> tuple[int, int]:
     """(in, out) of the whole layer; of several stacked matrices those of one."""
-    if _is_conv1d(layer):
+    if is_conv1d(layer):
         weight: Any = layer.weight
         return weight.shape[0], weight.shape[1]
     return layer.in_features, layer.out_features  # type: ignore[return-value]
@@ -96,7 +91,7 @@ class LoRA:
             names = [
                 name
                 for name, layer in layers.items()
-                if not _is_head(model, layer) and sizes(layer)[1] >= rank
+                if not is_head(model, layer) and sizes(layer)[1] >= rank
             ]
         else:
             names = matching(list(layers), only, what="only")
@@ -167,7 +162,7 @@ class LoRA:
             adapter: LowRank = layer.adapter  # type: ignore[assignment]
             weight: Tensor = layer.weight  # type: ignore[assignment]
             delta = sign * adapter.delta()
-            if _is_conv1d(layer):
+            if is_conv1d(layer):
                 delta = delta.t()
             weight.data.copy_(weight.to(delta.dtype) + delta)
             adapter.enabled = sign < 0
@@ -255,7 +250,7 @@ def attach(
         adapter.reset_parameters(seed=seed, name=name)
         adapter.train(layer.training)
         layer.adapter = adapter
-        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        if not isinstance(layer, _WITH_ADAPTERS):
             layer.__dict__["_adapter_hook"] = layer.register_forward_hook(_after)
 
 
@@ -272,7 +267,7 @@ def _adapter(
     inner, out = sizes(layer)
     placements = None
     shapes: dict[str, tuple[int, ...]] = {"A": (rank, inner), "B": (out, rank)}
-    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+    if isinstance(layer, _WITH_ADAPTERS):
         placements = layer.low_rank_places(rank)
         shapes = {name: place.local_shape for name, place in placements.items()}
         drop = layer.low_rank_dropout(dropout) if dropout else None

@@ -3,6 +3,7 @@ configure.
 
     name = "small"     # outputs go to <train.folder>/<name>/
     [model]            # pyops.models.GPTConfig; with the key folder ModelFolder
+    [adapter]          # AdapterConfig, with the key folder in [model]
     [data]             # pyops.data.DataConfig
     [optimizer]        # OptimizerConfig
     [communication]    # CommunicationConfig
@@ -19,7 +20,7 @@ names the key, its value and the fix; nothing has been started by then.
 """
 
 from pyops.config.config_error import ConfigError
-from pyops.config.folder_config import ModelFolder
+from pyops.config.folder_config import AdapterConfig, ModelFolder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import config_of, load_config
 from pyops.config.run_config import Config
@@ -40,6 +41,7 @@ from pyops.zero import ZeroConfig
 __all__ = [
     "COMMUNICATING",
     "OPTIMIZERS",
+    "AdapterConfig",
     "CommunicationConfig",
     "Config",
     "ConfigError",

@@ -25,6 +25,7 @@ class Config(RunSections):
         model: The GPT of a run over text: [model].
         model_folder: The Hugging Face folder that is trained in place of it: [model] with the key
             folder.
+        adapter: What is trained of a folder's model in place of its parameters: [adapter].
         data: The text: [data].
         optimizer: [optimizer].
         communication: [communication].
@@ -57,6 +58,11 @@ class Config(RunSections):
             self.zero.validate("zero.")
             check_folder(self)
             return
+        if self.adapter.rank:
+            raise ValueError(
+                f"adapter.rank is {self.adapter.rank}, but a run without model.folder trains all "
+                "parameters of its model; set it to 0, or name a folder"
+            )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' "

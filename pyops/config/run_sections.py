@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pyops.config.folder_config import ModelFolder
+from pyops.config.folder_config import AdapterConfig, ModelFolder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.task_config import TaskConfig
 from pyops.config.training_sections import (
@@ -30,6 +30,7 @@ class RunSections:
     name: str = "run"
     model: GPTConfig = field(default_factory=GPTConfig)
     model_folder: ModelFolder = field(default_factory=ModelFolder, metadata={"toml": False})
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pyops.context_parallel import token_mean
 from pyops.flat import Placement
 from pyops.models.model_layout import ModelLayout, Shape
+from pyops.ops import few_rows
 from pyops.tensor_parallel import (
     ColumnConfig,
     ColumnParallelLinear,
@@ -103,7 +103,7 @@ class VocabularyHead(ColumnParallelLinear):
         )
 
     def _logits(self, x_BTD: Tensor, *, whole: bool, hidden: Tensor | None = None) -> Tensor:
-        logits = functional.linear(x_BTD, self.weight, self.bias)
+        logits = few_rows.linear(x_BTD, self.weight, self.bias)
         if hidden is not None and self.adapter is not None:
             logits = self.adapter.add(logits, hidden)
         if not whole or self.layout.ranks.size == 1:

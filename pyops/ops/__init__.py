@@ -26,8 +26,12 @@ of `torch.ops.pyops`.
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
     fake_quantize  fake_quantize               numbers as few bits would give them back;
                                                differentiable
+    few_rows   linear                                  a few rows without gradients, for generation
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
+    scaled     quantize_rows, row_extents, scale_product: what surrounds a product of int8
+    int8_linear  int8_linear                           both of it and the product in one pass
+    code_rows  code_rows_product, decode_rows          few rows times weights of 4 or 8 bits
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
                addition; differentiable
     cross_entropy  cross_entropy                       the loss; its two kernels are
@@ -44,6 +48,7 @@ csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/trit
 """
 
 from pyops.ops import attention, random, symmetric_step
+from pyops.ops.codes import code_rows, int8_linear, scaled
 from pyops.ops.communication import onebit, quantize, reduce, symmetric
 from pyops.ops.layers import (
     activation,
@@ -52,6 +57,7 @@ from pyops.ops.layers import (
     depthwise,
     dropout,
     fake_quantize,
+    few_rows,
     norm,
     rotary,
 )
@@ -76,13 +82,16 @@ __all__ = [
     "attention",
     "batch_norm",
     "build_info",
+    "code_rows",
     "cross_entropy",
     "depthwise",
     "dropout",
     "fake_quantize",
+    "few_rows",
     "frozen_adam",
     "grad_norm",
     "has_kernel",
+    "int8_linear",
     "isa",
     "lamb",
     "lars",
@@ -95,6 +104,7 @@ __all__ = [
     "random",
     "reduce",
     "rotary",
+    "scaled",
     "sgd",
     "symmetric",
     "symmetric_step",

@@ -23,6 +23,8 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from pyops.ops.codes.scaled import codes_of, range_scales
+
 __all__ = [
     "FP8",
     "Codes",
@@ -252,14 +254,7 @@ def scales_of(lowest: Tensor, highest: Tensor, format: Format) -> tuple[Tensor, 
         fp32 scales, and int32 zero points or None for symmetric formats.
     """
     low, high = code_range(format)
-    extent = highest if format.symmetric else highest - lowest
-    scales = extent / (high if format.symmetric else high - low)
-    scales = scales.masked_fill(~torch.isfinite(scales), torch.nan)
-    if format.symmetric:
-        return scales, None
-    usable = scales > 0
-    zeros = torch.round(-lowest / torch.where(usable, scales, 1.0)).clamp(low, high)
-    return scales, torch.where(usable, zeros, 0.0).to(torch.int32)
+    return range_scales(lowest, highest, low=low, high=high)
 
 
 def to_codes(
@@ -280,16 +275,13 @@ def to_codes(
     low, high = code_range(format)
     wide = x.detach().float()
     s = _spread(scales, wide.shape, format, dim)
-    usable = (s > 0) & ~torch.isnan(wide)
-    ratio = wide / torch.where(s > 0, s, 1.0)
     if isinstance(format, FP8):
         # Rounded from within the range: e4m3 has no infinity, and what is beyond it becomes nan
-        codes = torch.where(usable, ratio.clamp(low, high), 0.0).to(torch.float8_e4m3fn)
-        return Codes(codes, scales, None, format, dim)
-    rounded = torch.round(ratio)
-    if zero_points is not None:
-        rounded = rounded + _spread(zero_points, wide.shape, format, dim)
-    rounded = torch.where(usable, rounded.clamp(low, high), 0.0)
+        ratio = (wide / torch.where(s > 0, s, 1.0)).clamp(low, high)
+        numbers = torch.where((s > 0) & ~torch.isnan(wide), ratio, 0.0)
+        return Codes(numbers.to(torch.float8_e4m3fn), scales, None, format, dim)
+    zeros = None if zero_points is None else _spread(zero_points, wide.shape, format, dim)
+    rounded = codes_of(wide, s, zeros, low=low, high=high)
     dtype = torch.int8 if format.symmetric else torch.uint8
     return Codes(rounded.to(dtype), scales, zero_points, format, dim)
 
@@ -323,7 +315,8 @@ def _blocks(x: Tensor, format: Format, dim: int) -> Tensor:
             f"{format}: {width} inputs can't be cut into groups of {format.group}; groups that "
             f"divide it: {said}"
         )
-    return last.unflatten(-1, (width // format.group, format.group))
+    groups: Tensor = last.unflatten(-1, (width // format.group, format.group))  # type: ignore[no-untyped-call]
+    return groups
 
 
 def _spread(per_block: Tensor, shape: torch.Size, format: Format, dim: int) -> Tensor:

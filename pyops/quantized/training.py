@@ -22,6 +22,7 @@ from torch import nn
 from pyops.mesh import ALONE
 from pyops.quantized.calibration.inputs import alike
 from pyops.quantized.calibration.ranges import InputRange
+from pyops.quantized.conversion import check_scheme, replace_layer
 from pyops.quantized.fake_layers import (
     FakeInput,
     FakeWeight,
@@ -31,6 +32,8 @@ from pyops.quantized.fake_layers import (
     unround_weight,
 )
 from pyops.quantized.formats import FP8, Codes, Int8, Scheme
+from pyops.quantized.layers import linear_layers
+from pyops.quantized.linear import QuantizedLinear
 from pyops.quantized.linear_layers import (
     chosen_layers,
     input_ranks,
@@ -40,6 +43,7 @@ from pyops.quantized.linear_layers import (
     stacked,
     users_of_weights,
 )
+from pyops.quantized.report import Report
 from pyops.tensor_parallel import Ranks, RanksLike
 
 __all__ = ["Aware", "aware"]
@@ -105,6 +109,26 @@ class Aware:
         """
         static = {n: i for n, i in self._inputs.items() if i.format.per == "tensor"}
         return {name: each.range() for name, each in static.items()}
+
+    def convert(self) -> Report:
+        """End it, and replace the layers by `QuantizedLinear` with the codes and the ranges that a
+        forward would use now: bitwise those of the last forward, unless weights have moved since.
+
+        Returns:
+            What was done to each layer.
+
+        Raises:
+            ValueError: For formats without a product, or static inputs that have no range yet.
+        """
+        with alike(self.model, Ranks.of(ALONE)):
+            check_scheme(self.scheme)
+            codes, ranges = self.codes(), self.input_ranges()
+        self.remove()
+        reports = [
+            replace_layer(self.model, name, self.scheme, codes[name], ranges.get(name))
+            for name in self.layers
+        ]
+        return Report(tuple(reports), tuple(linear_layers(self.model)))
 
     def remove(self) -> None:
         """End it: the model computes in floating point again. Its codes can be asked for still."""
@@ -176,6 +200,11 @@ def aware(
     ranks = Ranks.of(group)
     static = scheme.activations is not None and scheme.activations.per == "tensor"
     with alike(model, ranks):
+        for name, module in model.named_modules():
+            if isinstance(module, QuantizedLinear):
+                raise ValueError(
+                    f"aware: {name} was converted before; train the model before it is converted"
+                )
         layers = chosen_layers(model, only)
         _check(model, layers, scheme, learn_steps)
         if not 0.0 <= freeze_after <= 1.0:

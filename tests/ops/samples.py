@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
+from tests.ops.code_samples import CODE_SAMPLES
 from tests.ops.image_samples import IMAGE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -308,17 +309,6 @@ def _rotary(device: torch.device) -> Sample:
     return (x, angle.cos(), angle.sin()), {"interleaved": True, "inverse": False}
 
 
-def _fake_quantize(device: torch.device, *, backward: bool) -> Sample:
-    """[dy and] x [2, 3, 5], transposed, a scale and a zero point for each row; some beyond an
-    end."""
-    many = [torch.randn(3, 2, 5, device=device).transpose(0, 1) for _ in range(1 + backward)]
-    scale = torch.rand(6, device=device) * 0.3 + 0.1
-    zero = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.0, 1.0], device=device)
-    options: dict[str, Any] = {"lo": -3, "hi": 5, "inner": 5, "factor": 0.7}
-    asked = {"input_grad": True, "scale_grad": True} if backward else {}
-    return (*many, scale, zero), options | asked
-
-
 def _norm(device: torch.device, *, added: bool, bias: bool) -> tuple[Any, ...]:
     """x [2, 3, 5] with gaps between its rows, a transposed residual, weight, bias or None."""
     x, residual = (
@@ -427,9 +417,16 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
-    "fake_quantize": partial(_fake_quantize, backward=False),
-    "fake_quantize_backward": partial(_fake_quantize, backward=True),
+    "few_rows_linear": lambda device: (
+        (
+            torch.randn(2, 21, 3, device=device).mT,  # of other strides
+            torch.randn(5, 21, device=device),
+            torch.randn(5, device=device),
+        ),
+        {},
+    ),
     **IMAGE_SAMPLES,
+    **CODE_SAMPLES,
     "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
     "rms_norm": lambda device: (
         _norm(device, added=False, bias=False),

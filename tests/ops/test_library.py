@@ -37,6 +37,10 @@ STEMS = (
     "norm",
     "depthwise",
     "batch_norm",
+    "scaled",
+    "code_rows",
+    "int8_linear",
+    "few_rows",
     "cross_entropy",
     "attention",
 )
@@ -52,13 +56,14 @@ def of_stems(*stems: str) -> set[str]:
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
-IN_TRITON = of_stems(
+OF_CODES = of_stems("scaled", "code_rows") - {"decode_rows"}
+IN_TRITON = OF_CODES | of_stems(
     "activation", "dropout", "fake_quantize", "rotary", "norm", "cross_entropy", "attention"
 )
 # Those that torch's own kernels answer for on CUDA.
-BY_TORCH = of_stems("depthwise", "batch_norm")
+BY_TORCH = of_stems("depthwise", "batch_norm", "few_rows", "int8_linear") | {"decode_rows"}
 DIFFERENTIABLE = {  # with a derivative
-    op for op in IN_TRITON | of_stems("depthwise") if not op.endswith(("_backward", "_"))
+    op for op in IN_TRITON - OF_CODES | of_stems("depthwise") if not op.endswith(("_backward", "_"))
 }
 
 
@@ -131,6 +136,9 @@ COUNTED = {
     "attention_backward": 5 * PRODUCT,
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
+    "code_rows_product": 2 * 3 * 24 * 5,
+    "int8_linear": 2 * 3 * 26 * 20,
+    "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
 }
 
 

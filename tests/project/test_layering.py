@@ -110,6 +110,7 @@ FLOORS = {
         ["library"],
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
+        ["codes"],
         ["symmetric_step", "triton"],
     ],
     "optim": [
@@ -138,7 +139,15 @@ FLOORS = {
         ["result"],
         ["pictures", "show"],
     ],
-    "quantized": [["formats"], ["linear_layers"], ["calibration"], ["fake_layers"], ["training"]],
+    "quantized": [
+        ["formats", "report"],
+        ["linear_layers", "linear_shape"],
+        ["linear"],
+        ["layers"],
+        ["calibration"],
+        ["conversion", "fake_layers"],
+        ["saving", "training"],
+    ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
         ["host", "report", "setup", "tasks"],

@@ -57,6 +57,7 @@ def test_digits(seeds: int):
     check_digits(seeds, epochs=40 if seeds > 1 else 15)
 
 
+@pytest.mark.full
 def test_text():
     """Of two bits, which cost enough to be told apart after so little training."""
     text = Text.load(64, rows=1000, held_out=64)

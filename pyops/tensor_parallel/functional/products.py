@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from pyops.comm.collectives.work import Work
 from pyops.deferred import is_marked, weight_gradient
+from pyops.ops import few_rows
 from pyops.tensor_parallel.functional import symmetric
 from pyops.tensor_parallel.functional.ranks import Ranks, pad_rows
 
@@ -74,10 +75,11 @@ def column_products(
     """
     x, *both = _cast(x, *weights, *biases)
     weights, biases = both[: len(weights)], both[len(weights) :]
-    if plan.ranks.size == 1 and not any(map(is_marked, weights)):
+    # Without sequence parallelism nothing is exchanged on the way forward.
+    alone = plan.ranks.size == 1 and not any(map(is_marked, weights))
+    if alone or not (torch.is_grad_enabled() or plan.sequence_parallel):
         return tuple(
-            functional.linear(x, _matrix(w), _vector(b))
-            for w, b in zip(weights, biases, strict=True)
+            few_rows.linear(x, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True)
         )
     return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -102,7 +104,7 @@ def row_product(
     h, b = more or (None, None)
     x, weight, bias, h, b = _cast(x, weight, bias, h, b)
     if plan.ranks.size == 1 and not is_marked(weight):
-        y = functional.linear(x, weight, bias)
+        y = few_rows.linear(x, weight, bias)
         if h is None or b is None:
             return y
         return torch.addmm(y.flatten(0, -2), h.flatten(0, -2), b.t()).view(y.shape)

@@ -251,6 +251,8 @@ def column_outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Te
         x: As the layers take it.
         layers: Cut by columns.
     """
+    if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
+        return [layer(x) for layer in layers]  # what stands in their place, such as codes
     plan, count = layers[0].plan, len(layers)
     adapters = [a if a is not None and a.enabled else None for a in (i.adapter for i in layers)]
     beside = [a for a in adapters if a is not None and not a.drops]

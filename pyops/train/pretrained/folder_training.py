@@ -2,7 +2,7 @@
 assistant says in instructions.
 
     one step:   rows -> trainer.step (any layout) -> metrics
-    at the end: runs/<name>/model, a Hugging Face folder again
+    at the end: runs/<name>/model, a Hugging Face folder again; with [adapter] runs/<name>/adapter
 
 A loss is the mean, in nats, over the tokens that are learnt of all rows of a step.
 """
@@ -10,13 +10,14 @@ A loss is the mean, in nats, over the tokens that are learnt of all rows of a st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pyops.config import Config, ConfigError, plan_for_run
+from pyops.config import AdapterConfig, Config, ConfigError, plan_for_run
 from pyops.parallel import OptimizerGroups, Trainer, no_decay_for_vectors
 from pyops.train.loop import check_same_options
 from pyops.train.pretrained.folder_data import FolderData
@@ -52,7 +53,10 @@ class FolderTraining(TokenTraining):
             mesh=self.mesh,
             seed=config.train.seed,
             device=device,
+            adapter=config.adapter,
         )
+        if config.adapter.rank:
+            self.last_file = "adapter/adapter_config.json"
         self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=self.num_steps)
 
     def introduction(self) -> str:
@@ -74,7 +78,11 @@ class FolderTraining(TokenTraining):
             yield {key: value.to(self.device) for key, value in batch.items()}
 
     def write_model(self) -> str:
-        """Write the trained folder."""
+        """Write the trained folder, or that of the adapters."""
+        if self.config.adapter.rank:
+            folder = self.config.folder / "adapter"
+            self.trainer.save_pretrained(folder)
+            return f"trained adapters: {folder}"
         folder = self.config.folder / "model"
         self.trainer.save_pretrained(folder)
         return f"trained folder: {folder}"
@@ -93,6 +101,7 @@ class FolderTraining(TokenTraining):
         return {
             "optimizer.name": self.config.optimizer.name,
             "precision.dtype": self.config.precision.dtype,
+            **{f"adapter.{key}": value for key, value in asdict(self.config.adapter).items()},
             **{f"{key} in config.json": value for key, value in self.model.fields.items()},
         }
 
@@ -103,7 +112,8 @@ class FolderTraining(TokenTraining):
                 f"checkpoint {path} is of a run that trains no Hugging Face folder; leave "
                 "model.folder out, or give this run another name"
             )
-        check_same_options(path, self._recipe(), state["recipe"])
+        without = {f"adapter.{key}": value for key, value in asdict(AdapterConfig()).items()}
+        check_same_options(path, self._recipe(), {**without, **state["recipe"]})
         self.data.batches.load_state_dict(state["data"])
         self.trainer.load_state_dict(state["trainer"])
         self._first_step = self.step

@@ -24,7 +24,7 @@ def test_the_straight_line_by_hand():
     assert _crossing(1, 2.0, 4, 1.0) == MOST
 
 
-def test_it_is_measured_with_few_rows_and_with_many(monkeypatch):
+def test_it_is_measured_with_code_rows_and_with_many(monkeypatch):
     asked = []
 
     def rows_of(count: int) -> tuple[Tensor, Tensor, dict]:

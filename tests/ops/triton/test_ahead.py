@@ -185,8 +185,42 @@ def attention_of(
     )
 
 
+def codes() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Rows in registers and wider ones, given scales, every kind of sum, codes of 8 and 4 bits."""
+    from pyops.ops.triton import code_rows, scaled
+
+    none = {"activation": None, "dtype": BF16}
+    for dtype, columns, symmetric in ((BF16, 1024, True), (F32, 20000, True), (F16, 512, False)):
+        x = torch.zeros(32, columns, dtype=dtype)
+        yield (
+            f"rows {dtype}",
+            lambda x=x, s=symmetric: scaled.quantize_rows(x, None, None, symmetric=s),
+        )
+        yield f"extents {dtype}", lambda x=x, s=symmetric: scaled.row_extents(x, symmetric=s)
+    x, one = torch.zeros(32, 512), torch.ones(1)
+    zero = torch.zeros(1, dtype=torch.int32)
+    yield "given", lambda: scaled.quantize_rows(x, one, zero, symmetric=False)
+    acc, s, t = torch.zeros(32, 512, dtype=torch.int32), torch.ones(32), torch.ones(512)
+    yield "sums", lambda: scaled.scale_product(acc, s, t, None, None, None, **none)
+    yield (
+        "all sums",
+        lambda: scaled.scale_product(acc, s, t, acc[:, 0], acc[0], t, activation="gelu", dtype=F32),
+    )
+    for bits, group, asymmetric in ((8, 512, False), (4, 128, False), (4, 64, True)):
+        kept = torch.zeros(64, 512 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+        scales = torch.ones(64, 512 // group)
+        zeros = torch.zeros_like(scales, dtype=torch.int32) if asymmetric else None
+        yield (
+            f"few rows, {bits} bits",
+            lambda k=kept, s=scales, z=zeros, b=bits: code_rows.code_rows_product(
+                x[:2].bfloat16(), k, s, z, None, bits=b
+            ),
+        )
+
+
 STEMS = {
     "attention": attentions,
+    "codes": codes,
     "activation": activations,
     "dropout": dropouts,
     "rotary": rotaries,

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.config import Config, ConfigError, ModelFolder, OptimizerConfig, TrainConfig
+from pyops.config import (
+    AdapterConfig,
+    Config,
+    ConfigError,
+    ModelFolder,
+    OptimizerConfig,
+    TrainConfig,
+)
 from pyops.config import ParallelConfig as Parallel
 from pyops.data import CorpusError, DataConfig
 from pyops.mesh import Axes, Mesh
@@ -250,3 +257,57 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
     seed = dataclasses.replace(mine, seed=1)
     with pytest.raises(CorpusError, match=r"use the same train.seed"):
         train(dataclasses.replace(config, train=seed), resume=True)
+
+
+def adapter_config(folder: Path, name: str, **sections: Any) -> Config:
+    return make_config(
+        folder, name, adapter=AdapterConfig(rank=4, alpha=8, dropout=0.1), **sections
+    )
+
+
+def test_adapters_alone_are_trained(tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    config = adapter_config(tmp_path, "adapter")
+    train(config)
+    assert losses(config)[0] - losses(config)[-1] > 0.05, "nothing is learnt"
+    assert not (config.folder / "model").exists()
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    found = peft.PeftModel.from_pretrained(base, config.folder / "adapter")
+    updates = [p for n, p in found.named_parameters() if "lora_B" in n]
+    assert len(updates) == 7 * base.config.num_hidden_layers  # all linear layers but the head
+    assert all(p.count_nonzero() for p in updates)
+    again = train(dataclasses.replace(config, name="adapter"), resume=True)
+    assert again.steps == STEPS
+    with pytest.raises(ConfigError, match=r"adapter\.rank"):
+        train(dataclasses.replace(config, adapter=AdapterConfig(rank=2)), resume=True)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": Parallel(tp=2)},
+        pytest.param({"zero": ZeroConfig(stage=3)}, marks=pytest.mark.full),
+        pytest.param({"parallel": Parallel(pp=2)}, marks=pytest.mark.full),
+    ],
+    ids=["tp 2", "zero 3", "pp 2"],
+)
+def test_adapters_on_two_ranks_have_the_losses_of_one(tmp_path: Path, world, sections):
+    pytest.importorskip("peft")
+    config = adapter_config(tmp_path, "one", train={"num_steps": 6})
+    train(config)
+    run = dataclasses.replace(config, name="two", **sections)
+    world(2).run(train_on_rank, run)
+    torch.testing.assert_close(curve(run), curve(config), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_can_not_be(tmp_path: Path):
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=r"adapter\.rank is 4.*model\.folder"):
+        Config(adapter=AdapterConfig(rank=4))
+    with pytest.raises(ValueError, match="rank is -1"):
+        AdapterConfig(rank=-1)
+    with pytest.raises(ValueError, match=r"rank is 0.*other options"):
+        AdapterConfig(alpha=3)
+    config = make_config(tmp_path, "odd", adapter=AdapterConfig(rank=4, layers=("nowhere",)))
+    with pytest.raises(ConfigError, match="nowhere"):
+        train(config)

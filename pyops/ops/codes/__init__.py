@@ -1,0 +1,1 @@
+"""Operations of numbers of few bits: contracts and plain-torch references."""

@@ -1,0 +1,79 @@
+"""Arguments for the ops on codes, for tests/ops/samples.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["CODE_SAMPLES"]
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _rows(device: torch.device) -> Sample:
+    """Rows with gaps between them, and scales and zero points found beforehand."""
+    x = torch.randn(3, 2, 19, device=device)[..., :18]
+    scales = torch.rand(3, 2, device=device) + 0.01
+    zeros = torch.arange(6, device=device, dtype=torch.int32).view(3, 2) + 100
+    return (x, scales, zeros), {"symmetric": False}
+
+
+def _sums(device: torch.device) -> Sample:
+    whole = {"device": device, "dtype": torch.int32}
+    return (
+        torch.arange(-60, 60, **whole).view(3, 40)[:, ::2],
+        torch.rand(3, device=device),
+        torch.rand(20, device=device),
+        torch.arange(3, **whole),
+        torch.arange(20, **whole) - 7,
+        torch.randn(20, device=device),
+    ), {"activation": "silu", "dtype": torch.bfloat16}
+
+
+def _code_rows(device: torch.device) -> Sample:
+    return (
+        torch.randn(3, 25, device=device)[:, :24],
+        torch.randint(0, 256, (5, 12), device=device).to(torch.uint8),
+        torch.rand(5, 3, device=device),
+        torch.arange(15, device=device, dtype=torch.int32).view(5, 3),
+        torch.randn(5, device=device),
+    ), {"bits": 4}
+
+
+def _int8_linear(device: torch.device) -> Sample:
+    a, weight = (
+        torch.randint(-127, 128, (n, 27), device=device).to(torch.int8)[:, 1:] for n in (3, 20)
+    )
+    (_, *operands), options = _sums(device)
+    return (a, weight, *operands), {"dtype": options["dtype"]}
+
+
+def _fake_quantize(
+    device: torch.device, *, backward: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """[dy and] x [2, 3, 5], transposed, a scale and a zero point for each row; some beyond an
+    end."""
+    many = [torch.randn(3, 2, 5, device=device).transpose(0, 1) for _ in range(1 + backward)]
+    scale = torch.rand(6, device=device) * 0.3 + 0.1
+    zero = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.0, 1.0], device=device)
+    options: dict[str, Any] = {"lo": -3, "hi": 5, "inner": 5, "factor": 0.7}
+    asked = {"input_grad": True, "scale_grad": True} if backward else {}
+    return (*many, scale, zero), options | asked
+
+
+CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
+    "fake_quantize": partial(_fake_quantize, backward=False),
+    "fake_quantize_backward": partial(_fake_quantize, backward=True),
+    "quantize_rows": _rows,
+    "row_extents": lambda device: (_rows(device)[0][:1], {"symmetric": False}),
+    "scale_product": _sums,
+    "code_rows_product": _code_rows,
+    "decode_rows": lambda device: (
+        _code_rows(device)[0][1:4],
+        {"width": 24, "bits": 4, "dtype": torch.bfloat16},
+    ),
+    "int8_linear": _int8_linear,
+}

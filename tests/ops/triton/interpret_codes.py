@@ -1,0 +1,76 @@
+"""The Triton kernels of the stems `scaled` and `code_rows`, run by the interpreter on CPU tensors;
+see test_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyops.ops.codes import code_rows as rows_contract
+from pyops.ops.codes import scaled as contract
+from pyops.ops.triton import code_rows, scaled
+from tests.ops.triton.rounding import assert_within_roundings
+
+
+def same_bits(found, expected) -> None:
+    for a, e in zip(found, expected, strict=True):
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows(symmetric: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scaled, "WIDEST", 16)  # wider rows go in chunks
+    for width, dtype in ((1, torch.float32), (13, torch.bfloat16), (45, torch.float32)):
+        x = torch.randn(6, width) * torch.logspace(-9, 4, 6)[:, None]
+        x[1], x[2], x[3, 0], x[4, -1] = 0, x[2].abs(), torch.nan, -torch.inf
+        x = x.to(dtype)
+        options = {"symmetric": symmetric}
+        same_bits(
+            scaled.quantize_rows(x, None, None, **options),
+            contract.quantize_rows_reference(x, None, None, **options),
+        )
+        same_bits(scaled.row_extents(x, **options), contract.row_extents_reference(x, **options))
+        for n in (1, 6):
+            scales, zeros = torch.rand(n) + 0.01, None
+            if not symmetric:
+                zeros = torch.arange(n, dtype=torch.int32) + 100
+            same_bits(
+                scaled.quantize_rows(x, scales, zeros, **options),
+                contract.quantize_rows_reference(x, scales, zeros, **options),
+            )
+
+
+def test_sums():
+    acc = torch.randint(-9999, 9999, (5, 600)).to(torch.int32)
+    s, t, bias = torch.rand(5), torch.rand(600), torch.randn(600)
+    for given, dtype in (
+        ((acc, s, t, None, None, bias), torch.float32),
+        ((acc, s[:1], t, None, None, None), torch.bfloat16),
+        ((acc, s, t, acc[:, 0] % 256, acc[0] // 9, bias), torch.float32),
+    ):
+        for activation in (None, "relu"):
+            options = {"activation": activation, "dtype": dtype}
+            found = scaled.scale_product(*given, **options)
+            expected = contract.scale_product_reference(*given, **options)
+            if dtype == torch.float32:
+                same_bits([found], [expected])
+            else:  # which the interpreter rounds in its own way
+                assert_within_roundings(found, expected)
+
+
+def test_code_rows():
+    for bits, width, groups, symmetric in ((8, 48, 3, True), (8, 9, 1, False), (4, 11, 1, True)):
+        kept = width if bits == 8 else (width + 1) // 2
+        codes = torch.randint(0, 256, (10, kept)).to(torch.uint8)
+        scales, zeros = torch.rand(10, groups), None
+        if not symmetric:
+            zeros = torch.randint(0, 15, (10, groups)).to(torch.int32)
+        elif bits == 8:
+            codes = codes.view(torch.int8)
+        x, bias = torch.randn(2, width), torch.randn(10)
+        given = (x, codes, scales, zeros, bias)
+        found = code_rows.code_rows_product(*given, bits=bits)
+        expected = rows_contract.code_rows_product_reference(*given, bits=bits)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+        assert expected.abs().max() > 1
