@@ -230,6 +230,11 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "held-out digits read, mean over seeds": lambda row: ", ".join(
         f"{name} {sum(read) / len(read):.2f} %"
         for name, read in row.get("percent_read", {}).items()
+    "by method": lambda row: (
+        ", ".join(f"{name} {value:g}" for name, value in row["by_method"].items())
+        + f" {row['unit']}"
+        if "by_method" in row
+        else ""
     ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""

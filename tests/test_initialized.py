@@ -16,6 +16,7 @@ from torch import nn
 
 import pyops
 from pyops import checkpoint, comm, data, elastic, hub, onebit, pruning, tensor_parallel
+from pyops import checkpoint, comm, data, elastic, hub, onebit, quantized, tensor_parallel
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
 from pyops.context_parallel import token_mean
@@ -159,6 +160,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     "pruning.masks_state": lambda: pruning.masks_state(
         pruning.Masks(linear(), {"weight": torch.ones(4, 4, dtype=torch.bool)})
     ),
+    "quantized.aware": lambda: quantized.aware(linear(), quantized.Scheme(), group=None),
+    "quantized.awq": lambda: quantized.awq(linear(), quantized.Int8(), [X], group=None),
+    "quantized.calibrate": lambda: quantized.calibrate(linear(), [X], group=None),
+    "quantized.convert": lambda: quantized.convert(linear(), group=None),
+    "quantized.gptq": lambda: quantized.gptq(linear(), quantized.Int8(), [X], group=None),
+    "quantized.smooth": lambda: quantized.smooth(linear(), [X], group=None),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
     "tensor_parallel.Dropout": lambda: TP.Dropout(0.1, width=4),
     "tensor_parallel.LayerNorm": lambda: TP.LayerNorm(4),

@@ -22,6 +22,8 @@
 #include "nm_mask.h"
 #include "stripe_search.h"
 #include "fake_quantize.h"
+#include "fake_quantize.h"
+#include "few_rows.h"
 #include "../host/codec.h"
 #include "code_rows.h"
 #include "int8_linear.h"
@@ -185,6 +187,13 @@ struct Kernels {
                               void* scratch);
     void (*depthwise_backward)(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums,
                                void* scratch);
+    // Numbers [begin, end); of runs, pieces [first, last) of all runs, each piece's sum for its
+    // scale in `sums`; of rows, a tile, whose sums [channels] are added to. sums: null unless
+    // wanted.
+    void (*fake_quantize)(const FakeQuantizeSpan& span, int64_t begin, int64_t end);
+    void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
+                                   double* sums);
+    void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
     // Rows [first, last): codes and scales of them, or their extents; numbers of int32 sums.
     // scratch: width numbers.
     void (*quantize_rows)(const QuantizedRows& rows, int64_t first, int64_t last, float* scratch);

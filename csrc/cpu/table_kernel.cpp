@@ -43,6 +43,9 @@ void channel_sums_kernel(const ChannelRows&, const RowTile&, double*);
 void channel_rows_kernel(const ChannelRows&, int64_t, int64_t);
 void depthwise_forward_kernel(const DepthwiseSpan&, int64_t, int64_t, void*);
 void depthwise_backward_kernel(const DepthwiseSpan&, int64_t, int64_t, double*, void*);
+void fake_quantize_kernel(const FakeQuantizeSpan&, int64_t, int64_t);
+void fake_quantize_backward_kernel(const FakeQuantizeSpan&, int64_t, int64_t, double*);
+void fake_quantize_columns_kernel(const FakeQuantizeSpan&, const RowTile&, double*);
 void quantize_rows_kernel(const QuantizedRows&, int64_t, int64_t, float*);
 void scale_product_kernel(const ScaledSums&, int64_t, int64_t, float*);
 void code_product_kernel(const CodeProduct&, int64_t, int64_t);
@@ -107,6 +110,9 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::channel_rows_kernel,
     PYOPS_ISA::depthwise_forward_kernel,
     PYOPS_ISA::depthwise_backward_kernel,
+    PYOPS_ISA::fake_quantize_kernel,
+    PYOPS_ISA::fake_quantize_backward_kernel,
+    PYOPS_ISA::fake_quantize_columns_kernel,
     PYOPS_ISA::quantize_rows_kernel,
     PYOPS_ISA::scale_product_kernel,
     PYOPS_ISA::code_product_kernel,

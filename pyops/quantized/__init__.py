@@ -9,11 +9,25 @@ scales.
 |---|---|
 | formats.py | int8, int4, fp8: how numbers become codes and scales, exactly |
 | linear.py, linear_shape.py | the layer that computes with codes, also shared by ranks |
-| layers.py | the layers of a model that can be converted |
+| layers.py, linear_layers.py | the layers of a model that can be converted; as matrices |
+| calibration/ | ranges of inputs, SmoothQuant, AWQ and GPTQ, from examples |
 | conversion.py, report.py | convert, and what it did to each layer |
 | saving.py | folders of converted models |
+| fake_layers.py | weights and inputs as their codes would give them back |
+| training.py | training with quantization in mind |
 """
 
+from pyops.quantized.calibration import (
+    Calibration,
+    GPTQConfig,
+    Histogram,
+    InputRange,
+    awq,
+    calibrate,
+    gptq,
+    gptq_codes,
+    smooth,
+)
 from pyops.quantized.conversion import convert
 from pyops.quantized.formats import (
     FP8,
@@ -28,10 +42,16 @@ from pyops.quantized.formats import (
 from pyops.quantized.linear import QuantizedLinear
 from pyops.quantized.report import LayerReport, Report
 from pyops.quantized.saving import load, save
+from pyops.quantized.training import Aware, aware
 
 __all__ = [
     "FP8",
+    "Aware",
+    "Calibration",
     "Codes",
+    "GPTQConfig",
+    "Histogram",
+    "InputRange",
     "Int4",
     "Int8",
     "IntN",
@@ -39,9 +59,15 @@ __all__ = [
     "QuantizedLinear",
     "Report",
     "Scheme",
+    "aware",
+    "awq",
+    "calibrate",
     "convert",
     "decode",
     "encode",
+    "gptq",
+    "gptq_codes",
     "load",
     "save",
+    "smooth",
 ]

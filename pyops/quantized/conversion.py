@@ -11,20 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyops.comm.agreement import gather_numbers, ranks_agree
+from pyops.comm.agreement import gather_numbers
+from pyops.mesh import ALONE
 from pyops.ops.codes.scaled import LONGEST, LONGEST_ASYMMETRIC
 from pyops.ops.memory import require_memory
+from pyops.quantized.calibration.activation_aware import awq
+from pyops.quantized.calibration.block_rounding import RoundedLayer, error_squares, gptq_layers
+from pyops.quantized.calibration.inputs import (
+    Batch,
+    Batches,
+    alike,
+    check_batches,
+    check_model,
+)
+from pyops.quantized.calibration.ranges import Calibration, InputRange, calibrate
+from pyops.quantized.calibration.smoothing import smooth
 from pyops.quantized.formats import (
     FP8,
     Codes,
     Format,
     Int4,
+    Int8,
     Scheme,
-    decode,
     extremes,
     scales_of,
     to_codes,
@@ -33,15 +46,17 @@ from pyops.quantized.layers import (
     chosen,
     linear_layers,
     placements_of,
-    ranks_of,
     shape_of,
     upright_weight,
 )
 from pyops.quantized.linear import QuantizedLinear
 from pyops.quantized.linear_shape import LinearShape, largest_over_ranks
 from pyops.quantized.report import LayerReport, Report
+from pyops.tensor_parallel import Ranks, RanksLike
 
-__all__ = ["check_layer", "check_scheme", "convert", "nearest_codes", "replace_layer"]
+__all__ = ["METHODS", "check_layer", "check_scheme", "convert", "nearest_codes", "replace_layer"]
+
+METHODS = ("nearest", "smooth", "awq", "gptq")
 
 
 @torch.no_grad()
@@ -51,6 +66,9 @@ def convert(
     *,
     only: Sequence[str] | None = None,
     method: str = "nearest",
+    batches: Batches | None = None,
+    calibration: Calibration | None = None,
+    group: RanksLike = ALONE,
 ) -> Report:
     """Replace linear layers by `QuantizedLinear`. On several tensor-parallel ranks all make it
     alike.
@@ -60,27 +78,56 @@ def convert(
         scheme: Formats of weights and activations; None: `Scheme()`, weights of 8 bits alone.
         only: Patterns of the names of layers, ["blocks.*.mlp.*"]; None: all linear layers but a
             vocabulary head and layers that share their weight.
-        method: How weights become codes: "nearest" rounds each by itself.
+        method: How weights become codes: "nearest" rounds each by itself. With `batches`: "smooth"
+            moves far ends of inputs into the weights before (see `smooth`), "awq" scales inputs
+            that matter (`awq`), "gptq" rounds column by column (`gptq`).
+        batches: Examples, what the model is called with: tensors, or mappings of its arguments. The
+            model is in evaluation mode then.
+        calibration: How the range of inputs with one scale for all is found from them; None: the
+            least and the greatest.
+        group: Ranks that have examples of their own; by default this rank alone.
 
     Returns:
         What was done to each layer.
 
     Raises:
-        ValueError: On every rank, for formats without a product, a weight that is not finite,
-            groups that do not divide the inputs of a rank, sums beyond int32, and what `only`
-            can't name; nothing is changed then.
+        ValueError: On every rank, for examples that are wanted and not there, formats without a
+            product, a weight that is not finite, groups that do not divide the inputs of a rank,
+            sums beyond int32, and what `only` can't name; nothing is changed then.
     """
     scheme = scheme or Scheme()
-    ranks = ranks_of(model)
-    with ranks_agree(ranks.group):
+    static = scheme.activations is not None and scheme.activations.per == "tensor"
+    given: list[Batch] = []
+    with alike(model, Ranks.of(group)):
         check_scheme(scheme, method)
         layers = chosen(model, only)
         for name, layer in layers.items():
             check_layer(name, layer, scheme)
-    reports = [
-        replace_layer(model, name, scheme, nearest_codes(layer, scheme.weights))
-        for name, layer in layers.items()
-    ]
+        if static and batches is None:
+            raise ValueError(
+                'convert: activations with one scale for all (per="tensor") want batches to find '
+                'it with; take Int8(per="token")'
+            )
+        if static or method != "nearest":
+            given = check_batches(batches, "convert")
+            check_model(model, layers, "convert")
+    options: dict[str, Any] = {"only": list(layers), "group": group}
+    rounded: dict[str, RoundedLayer] = {}
+    ranges: dict[str, InputRange] = {}
+    if method == "smooth":
+        smooth(model, given, **options)
+    elif method == "awq":
+        awq(model, scheme.weights, given, **options)
+    elif method == "gptq":
+        rounded = gptq_layers(model, scheme.weights, given, **options)
+    if static and isinstance(scheme.activations, Int8):
+        ranges = calibrate(model, given, format=scheme.activations, how=calibration, **options)
+    reports = []
+    for name, layer in layers.items():
+        found = rounded.get(name)
+        codes = nearest_codes(layer, scheme.weights) if found is None else found.codes
+        squares = None if found is None else found.squares
+        reports.append(replace_layer(model, name, scheme, codes, ranges.get(name), squares))
     return Report(tuple(reports), tuple(linear_layers(model)))
 
 
@@ -92,8 +139,8 @@ def check_scheme(scheme: Scheme, method: str = "nearest") -> None:
         method: How weights become codes.
     """
     weights, activations = scheme.weights, scheme.activations
-    if method != "nearest":
-        raise ValueError(f'convert: method is {method!r}; it must be "nearest"')
+    if method not in METHODS:
+        raise ValueError(f"convert: method is {method!r}; choose one of {', '.join(METHODS)}")
     if isinstance(weights, FP8) or isinstance(activations, FP8):
         raise ValueError(
             "convert: there is no product of fp8 codes here (torch's on the CPU takes a thousand "
@@ -105,11 +152,6 @@ def check_scheme(scheme: Scheme, method: str = "nearest") -> None:
         raise ValueError(
             f"convert: beside activations of 8 bits weights are symmetric, with one scale for each "
             f"output; got {weights}. Take Int8(), or activations=None"
-        )
-    if activations.per == "tensor":
-        raise ValueError(
-            'convert: activations with one scale for all (per="tensor") want batches to find it '
-            'with; take Int8(per="token")'
         )
 
 
@@ -190,6 +232,7 @@ def replace_layer(
     scheme: Scheme,
     codes: Codes,
     input_range: tuple[Tensor, Tensor] | None = None,
+    squares: tuple[float, float] | None = None,
 ) -> LayerReport:
     """Put a `QuantizedLinear` in the place of a layer. Collective where ranks share the layer.
 
@@ -199,6 +242,7 @@ def replace_layer(
         scheme: Of weights and activations.
         codes: Of the layer's weight [.., out, in] as this rank has it.
         input_range: Least and greatest input, for activations with one scale for all.
+        squares: Of `error_squares`, where the layer no longer has the weight that was rounded.
 
     Returns:
         What it did.
@@ -210,7 +254,7 @@ def replace_layer(
         raise ValueError("convert: the model is a linear layer itself; put it in a Sequential")
     layer = model.get_submodule(name)
     shape, weight, places = shape_of(layer), upright_weight(layer), placements_of(layer)
-    error = _relative_error(weight, codes, shape)
+    error = _relative_error(squares or error_squares(weight, codes), weight.device, shape)
     bias: nn.Parameter | None = layer.bias  # type: ignore[assignment]
     found = QuantizedLinear(
         shape, scheme, codes=codes, bias=bias, placements=places, input_range=input_range
@@ -230,11 +274,12 @@ def replace_layer(
     )
 
 
-def _relative_error(weight: Tensor, codes: Codes, shape: LinearShape) -> float:
-    wide = weight.float()
-    sums = [float(t.double().square().sum()) for t in (wide - decode(codes), wide)]
+def _relative_error(
+    squares: tuple[float, float], device: torch.device, shape: LinearShape
+) -> float:
+    sums = list(squares)
     if shape.ranks.size > 1:
-        rows = gather_numbers(sums, device=weight.device, group=shape.ranks.group)
+        rows = gather_numbers(sums, device=device, group=shape.ranks.group)
         sums = [sum(column) for column in zip(*rows, strict=True)]
     return sqrt(sums[0] / sums[1]) if sums[1] else 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,22 @@ def _int8_linear(device: torch.device) -> Sample:
     return (a, weight, *operands), {"dtype": options["dtype"]}
 
 
+def _fake_quantize(
+    device: torch.device, *, backward: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """[dy and] x [2, 3, 5], transposed, a scale and a zero point for each row; some beyond an
+    end."""
+    many = [torch.randn(3, 2, 5, device=device).transpose(0, 1) for _ in range(1 + backward)]
+    scale = torch.rand(6, device=device) * 0.3 + 0.1
+    zero = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.0, 1.0], device=device)
+    options: dict[str, Any] = {"lo": -3, "hi": 5, "inner": 5, "factor": 0.7}
+    asked = {"input_grad": True, "scale_grad": True} if backward else {}
+    return (*many, scale, zero), options | asked
+
+
 CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
+    "fake_quantize": partial(_fake_quantize, backward=False),
+    "fake_quantize_backward": partial(_fake_quantize, backward=True),
     "quantize_rows": _rows,
     "row_extents": lambda device: (_rows(device)[0][:1], {"symmetric": False}),
     "scale_product": _sums,

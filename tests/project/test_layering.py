@@ -153,6 +153,14 @@ FLOORS = {
         ["masks"],
         ["nm", "packed", "ranking", "sparsity_report", "symmetries"],
         ["permutation", "saving", "straight_through", "training"],
+    "quantized": [
+        ["formats", "report"],
+        ["linear_layers", "linear_shape"],
+        ["linear"],
+        ["layers"],
+        ["calibration"],
+        ["conversion", "fake_layers"],
+        ["saving", "training"],
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [

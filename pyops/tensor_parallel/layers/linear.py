@@ -217,7 +217,7 @@ class RowParallelLinear(nn.Module):
             place = self.placements["weight"]
             missing = place.length * self.plan.ranks.size - self.in_features
             x = scatter(nn.functional.pad(x, (0, missing)), dim=-1, group=self.plan.ranks)
-        _check_width(x, self.weight.shape[-1], self)
+        _check_width(x, self.placements["weight"].local_shape[-1], self)
         more, adapter = None, self.adapter
         if adapter is not None and adapter.enabled:
             more = (adapter.scale * adapter.down(x), adapter.factor("B", x))
