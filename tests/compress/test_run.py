@@ -21,7 +21,14 @@ from tests.compress.tiny_folder import LENGTH, make_folder, model_of, run_of
 
 pytestmark = pytest.mark.cpu_only
 
-DISTILL = {"method": "distill", "keep": [0, 3], "num_steps": 30, "lr": 5e-3, "warmup_steps": 3}
+DISTILL = {
+    "method": "distill",
+    "keep": [0, 3],
+    "hard": 0.0,
+    "num_steps": 30,
+    "lr": 5e-3,
+    "warmup_steps": 3,
+}
 FINETUNE = {"method": "finetune", "num_steps": 30, "lr": 5e-3, "warmup_steps": 3}
 
 
