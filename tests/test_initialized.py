@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import pyops
-from pyops import checkpoint, comm, data, elastic, hub, onebit, pruning, tensor_parallel
-from pyops import checkpoint, comm, data, elastic, hub, onebit, quantized, tensor_parallel
+from pyops import checkpoint, comm, data, elastic, hub, onebit, pruning, quantized, tensor_parallel
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
 from pyops.context_parallel import token_mean

@@ -22,8 +22,6 @@
 #include "nm_mask.h"
 #include "stripe_search.h"
 #include "fake_quantize.h"
-#include "fake_quantize.h"
-#include "few_rows.h"
 #include "../host/codec.h"
 #include "code_rows.h"
 #include "int8_linear.h"
@@ -213,13 +211,6 @@ struct Kernels {
     void (*csr_product)(const CsrSpan& span, int64_t first, int64_t last);
     // What is best of STRIPE_LANES windows of two stripes.
     void (*stripe_windows)(const StripeWindows& windows, StripeGain* gains);
-    // Numbers [begin, end); of runs, pieces [first, last) of all runs, each piece's sum for its
-    // scale in `sums`; of rows, a tile, whose sums [channels] are added to. sums: null unless
-    // wanted.
-    void (*fake_quantize)(const FakeQuantizeSpan& span, int64_t begin, int64_t end);
-    void (*fake_quantize_backward)(const FakeQuantizeSpan& span, int64_t first, int64_t last,
-                                   double* sums);
-    void (*fake_quantize_columns)(const FakeQuantizeSpan& span, const RowTile& tile, double* sums);
     // Adds the counts of magnitudes: of the upper 15 bits below the sign (prefix < 0), even and odd
     // numbers in the first and second half of `counts`, or of the lower 16 bits of those whose upper
     // ones are `prefix`. And sets what has no bit to 0, from a byte's first bit on.

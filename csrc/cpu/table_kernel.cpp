@@ -55,9 +55,6 @@ void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
 void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
 void stripe_windows_kernel(const StripeWindows&, StripeGain*);
-void fake_quantize_kernel(const FakeQuantizeSpan&, int64_t, int64_t);
-void fake_quantize_backward_kernel(const FakeQuantizeSpan&, int64_t, int64_t, double*);
-void fake_quantize_columns_kernel(const FakeQuantizeSpan&, const RowTile&, double*);
 void radix_count_kernel(const void*, int64_t, int, int64_t, uint32_t*);
 void keep_bits_kernel(void*, const uint8_t*, int64_t, int);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
@@ -122,9 +119,6 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::nm_mask_kernel,
     PYOPS_ISA::csr_product_kernel,
     PYOPS_ISA::stripe_windows_kernel,
-    PYOPS_ISA::fake_quantize_kernel,
-    PYOPS_ISA::fake_quantize_backward_kernel,
-    PYOPS_ISA::fake_quantize_columns_kernel,
     PYOPS_ISA::radix_count_kernel,
     PYOPS_ISA::keep_bits_kernel,
 };

@@ -27,9 +27,6 @@ of `torch.ops.pyops`.
     few_rows   linear                                  a few rows without gradients, for generation
     fake_quantize  fake_quantize               numbers as few bits would give them back;
                                                differentiable
-    fake_quantize  fake_quantize               numbers as few bits would give them back;
-                                               differentiable
-    few_rows   linear                                  a few rows without gradients, for generation
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     scaled     quantize_rows, row_extents, scale_product: what surrounds a product of int8

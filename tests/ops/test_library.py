@@ -80,7 +80,6 @@ BY_TORCH = {"decode_rows"} | of_stems(
     "csr_product",
     "radix_count",
     "stripe_search",
-    "activation", "dropout", "fake_quantize", "rotary", "norm", "cross_entropy", "attention"
 )
 DIFFERENTIABLE = {  # with a derivative
     op
