@@ -127,6 +127,8 @@ def nm_masks() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{dtype}", lambda w=w: kernels.nm_mask(w, n=2, m=4, dim=1)
     kernel = torch.zeros(8, 16, 3, 3, dtype=F16)
     yield "along channels", lambda: kernels.nm_mask(kernel, n=3, m=8, dim=1)
+
+
 def fake_quantizations() -> Iterator[tuple[str, Callable[[], object]]]:
     """Scales of rows, of groups, of columns, and of a whole tensor."""
     from pyops.ops.triton import fake_quantize as kernels
