@@ -41,10 +41,7 @@ ROWS, COLUMNS = 16, 128  # of a tile, where sums over rows take a launch of thei
 # numbers of a tile's row. Left to itself one Triton takes a few more than another, which costs a
 # CTA; one of these more or less spills, under one of them or both.
 OF_RMS = {2: {4096: 32}, 4: {2048: 40, 4096: 40, 8192: 40}}
-OF_ADDED_LAYER = {
-    2: {1024: 56, 2048: 48, 4096: 48, 8192: 48},
-    4: {1024: 48, 2048: 48, 4096: 48},
-}
+OF_ADDED_LAYER = {2: {1024: 56, 2048: 48, 4096: 48, 8192: 48}, 4: {1024: 48, 2048: 48, 4096: 48}}
 
 
 def layer_norm(
@@ -402,15 +399,7 @@ def _rows_backward(
         inside = valid & (column < columns)[None, :]
         # Triton 3.9 else uses half of a row before it asks for the other. Layer norm would spill.
         gradient, h = _operands(
-            dy,
-            x,
-            start + column[None, :],
-            inside,
-            centre,
-            scale,
-            C,
-            RMS,
-            TOGETHER=RMS and STAGES == 1,
+            dy, x, start + column[None, :], inside, centre, scale, C, RMS, RMS and STAGES == 1
         )
         if SUMS:
             of_weight += gradient * h

@@ -112,12 +112,12 @@ class Families:
     def __init__(self, folder: Path, sanitizers: str, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._calls: dict[str, tuple[Program, tuple[str, ...]]] = {}
-        if calls := {name: (name,) for name in names if name in FAMILIES}:
+        if calls := [name for name in names if name in FAMILIES]:
             alone = Program(folder, sanitizers, at_once=False)
-            self._calls |= {name: (alone, words) for name, words in calls.items()}
-        if calls := {name: MEETINGS[name] for name in names if name in MEETINGS}:
+            self._calls |= {name: (alone, (name,)) for name in calls}
+        if calls := [name for name in names if name in MEETINGS]:
             together = Program(folder, sanitizers, at_once=True)
-            self._calls |= {name: (together, words) for name, words in calls.items()}
+            self._calls |= {name: (together, MEETINGS[name]) for name in calls}
 
     def run(self, family: str, **environment: str) -> subprocess.CompletedProcess[str]:
         program, arguments = self._calls[family]

@@ -9,7 +9,7 @@ from tests.cuda.race.check import CHECKS, FAMILIES, MEETINGS, chosen_of, main, s
 pytestmark = pytest.mark.cpu_only
 
 
-def test_arguments():
+def test_arguments() -> None:
     everything = (list(CHECKS), [*FAMILIES, *MEETINGS], list(sites()))
     assert chosen_of([]) == everything
     assert chosen_of(["asan", "tsan"])[0] == ["tsan", "asan"]
@@ -18,7 +18,7 @@ def test_arguments():
 
 
 @pytest.mark.parametrize("word", ["tsam", "codec", "reduce.cuh:1"])
-def test_an_unknown_argument(word, capsys):
+def test_an_unknown_argument(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=f"{word}: no check"):
         chosen_of(["tsan", word])
     assert main(["tsan", word]) == 2
