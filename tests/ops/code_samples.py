@@ -42,14 +42,6 @@ def _code_rows(device: torch.device) -> Sample:
     ), {"bits": 4}
 
 
-def _int8_linear(device: torch.device) -> Sample:
-    a, weight = (
-        torch.randint(-127, 128, (n, 27), device=device).to(torch.int8)[:, 1:] for n in (3, 20)
-    )
-    (_, *operands), options = _sums(device)
-    return (a, weight, *operands), {"dtype": options["dtype"]}
-
-
 CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "quantize_rows": _rows,
     "row_extents": lambda device: (_rows(device)[0][:1], {"symmetric": False}),
@@ -59,5 +51,4 @@ CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         _code_rows(device)[0][1:4],
         {"width": 24, "bits": 4, "dtype": torch.bfloat16},
     ),
-    "int8_linear": _int8_linear,
 }

@@ -39,7 +39,6 @@ STEMS = (
     "batch_norm",
     "scaled",
     "code_rows",
-    "int8_linear",
     "few_rows",
     "cross_entropy",
     "attention",
@@ -72,7 +71,7 @@ IN_TRITON = OF_CODES | of_stems(
 )
 # Those that torch's own kernels, or the CPU's, answer for on CUDA.
 BY_TORCH = {"decode_rows"} | of_stems(
-    "depthwise", "batch_norm", "few_rows", "int8_linear", "csr_product", "stripe_search"
+    "depthwise", "batch_norm", "few_rows", "csr_product", "stripe_search"
 )
 DIFFERENTIABLE = {  # with a derivative
     op
@@ -151,7 +150,6 @@ COUNTED = {
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
     "code_rows_product": 2 * 3 * 24 * 5,
-    "int8_linear": 2 * 3 * 26 * 20,
     "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
     "csr_product": 2 * 3 * 5,  # three values, five columns
 }
