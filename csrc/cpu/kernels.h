@@ -24,7 +24,6 @@
 #include "fake_quantize.h"
 #include "../host/codec.h"
 #include "code_rows.h"
-#include "int8_linear.h"
 #include "logits.h"
 #include "dropout.h"
 #include "rotary.h"
@@ -200,9 +199,6 @@ struct Kernels {
     void (*code_product)(const CodeProduct& rows, int64_t first, int64_t last);
     // Rows [first, last) of codes as numbers. scratch: width numbers.
     void (*decode_rows)(const CodeRows& rows, int64_t first, int64_t last, float* scratch);
-    // Rows [from, to) of a panel of outputs. scratch: int8_linear_scratch bytes.
-    void (*int8_linear)(const Int8Linear& layer, int64_t panel, int64_t from, int64_t to,
-                        void* scratch);
     // Outputs [first, last) of all rows.
     void (*few_rows)(const FewRows& all, int64_t first, int64_t last);
     // Units [first, last) of a tensor [units, M, inner]; they begin where a byte of the bits does.
@@ -219,9 +215,6 @@ struct Kernels {
 };
 
 const Kernels& kernels();
-
-// Whether int8_linear has the machine's instruction for it, in the kernels that are in use.
-bool int8_linear_is_fast();
 
 #define PYOPS_STEP(RULE, NAME)                                                                     \
     inline void step_span(const Kernels& kernels, const StepSpan& span, const RULE<float>& rule) { \

@@ -1,4 +1,4 @@
-// What makes numbers of int32 sums, checked, with its result: for scale_product and int8_linear.
+// What makes numbers of int32 sums, checked, with its result: for scale_product.
 #pragma once
 #include <string>
 

@@ -50,7 +50,6 @@ void quantize_rows_kernel(const QuantizedRows&, int64_t, int64_t, float*);
 void scale_product_kernel(const ScaledSums&, int64_t, int64_t, float*);
 void code_product_kernel(const CodeProduct&, int64_t, int64_t);
 void decode_rows_kernel(const CodeRows&, int64_t, int64_t, float*);
-void int8_linear_kernel(const Int8Linear&, int64_t, int64_t, int64_t, void*);
 void few_rows_kernel(const FewRows&, int64_t, int64_t);
 void nm_mask_kernel(const NMSpan&, int64_t, int64_t);
 void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
@@ -114,7 +113,6 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::scale_product_kernel,
     PYOPS_ISA::code_product_kernel,
     PYOPS_ISA::decode_rows_kernel,
-    PYOPS_ISA::int8_linear_kernel,
     PYOPS_ISA::few_rows_kernel,
     PYOPS_ISA::nm_mask_kernel,
     PYOPS_ISA::csr_product_kernel,

@@ -30,7 +30,6 @@ of `torch.ops.pyops`.
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     scaled     quantize_rows, row_extents, scale_product: what surrounds a product of int8
-    int8_linear  int8_linear                           both of it and the product in one pass
     code_rows  code_rows_product, decode_rows          few rows times weights of 4 or 8 bits
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
                addition; differentiable
@@ -55,7 +54,7 @@ csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/trit
 """
 
 from pyops.ops import attention, random, symmetric_step
-from pyops.ops.codes import code_rows, int8_linear, scaled
+from pyops.ops.codes import code_rows, scaled
 from pyops.ops.communication import onebit, quantize, reduce, symmetric
 from pyops.ops.layers import (
     activation,
@@ -100,7 +99,6 @@ __all__ = [
     "frozen_adam",
     "grad_norm",
     "has_kernel",
-    "int8_linear",
     "isa",
     "lamb",
     "lars",

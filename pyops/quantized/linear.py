@@ -28,7 +28,6 @@ from torch.nn import functional
 
 from pyops.flat import Placement
 from pyops.ops.codes.code_rows import FEW, code_rows_product, decode_rows, fits
-from pyops.ops.codes.int8_linear import int8_linear
 from pyops.ops.codes.scaled import (
     QuantizedRows,
     int8_product,
@@ -311,18 +310,9 @@ class QuantizedLinear(nn.Module):
         shared = self.shape.cut == "row" and ranks.size > 1
         rows = self._rows(x, shared=shared)
         weight, scales = self.codes.flatten(0, -2), self.scales.flatten()
-        if not shared:
-            return int8_linear(
-                rows.codes,
-                weight,
-                rows.scales,
-                scales,
-                rows.zero_points,
-                self.sums,
-                bias,
-                dtype=x.dtype,
-            )
-        acc = ranks.sum_(int8_product(rows.codes, weight, self.sums)).wait()
+        acc = int8_product(rows.codes, weight, self.sums)
+        if shared:
+            acc = ranks.sum_(acc).wait()
         sums = self.whole_sums
         return scale_product(acc, rows.scales, scales, rows.zero_points, sums, bias, dtype=x.dtype)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,30 +42,7 @@ def _code_rows(device: torch.device) -> Sample:
     ), {"bits": 4}
 
 
-def _int8_linear(device: torch.device) -> Sample:
-    a, weight = (
-        torch.randint(-127, 128, (n, 27), device=device).to(torch.int8)[:, 1:] for n in (3, 20)
-    )
-    (_, *operands), options = _sums(device)
-    return (a, weight, *operands), {"dtype": options["dtype"]}
-
-
-def _fake_quantize(
-    device: torch.device, *, backward: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """[dy and] x [2, 3, 5], transposed, a scale and a zero point for each row; some beyond an
-    end."""
-    many = [torch.randn(3, 2, 5, device=device).transpose(0, 1) for _ in range(1 + backward)]
-    scale = torch.rand(6, device=device) * 0.3 + 0.1
-    zero = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.0, 1.0], device=device)
-    options: dict[str, Any] = {"lo": -3, "hi": 5, "inner": 5, "factor": 0.7}
-    asked = {"input_grad": True, "scale_grad": True} if backward else {}
-    return (*many, scale, zero), options | asked
-
-
 CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
-    "fake_quantize": partial(_fake_quantize, backward=False),
-    "fake_quantize_backward": partial(_fake_quantize, backward=True),
     "quantize_rows": _rows,
     "row_extents": lambda device: (_rows(device)[0][:1], {"symmetric": False}),
     "scale_product": _sums,
@@ -75,5 +51,4 @@ CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         _code_rows(device)[0][1:4],
         {"width": 24, "bits": 4, "dtype": torch.bfloat16},
     ),
-    "int8_linear": _int8_linear,
 }

@@ -39,7 +39,6 @@ STEMS = (
     "batch_norm",
     "scaled",
     "code_rows",
-    "int8_linear",
     "few_rows",
     "cross_entropy",
     "attention",
@@ -76,7 +75,6 @@ BY_TORCH = {"decode_rows"} | of_stems(
     "depthwise",
     "batch_norm",
     "few_rows",
-    "int8_linear",
     "csr_product",
     "radix_count",
     "stripe_search",
@@ -158,7 +156,6 @@ COUNTED = {
     "depthwise_conv2d": CONVOLUTION,
     "depthwise_conv2d_backward": 2 * CONVOLUTION,
     "code_rows_product": 2 * 3 * 24 * 5,
-    "int8_linear": 2 * 3 * 26 * 20,
     "few_rows_linear": 2 * 2 * 3 * 21 * 5,  # rows, width, outputs
     "csr_product": 2 * 3 * 5,  # three values, five columns
 }

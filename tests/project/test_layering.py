@@ -153,6 +153,7 @@ FLOORS = {
         ["masks"],
         ["nm", "packed", "ranking", "sparsity_report", "symmetries"],
         ["permutation", "saving", "straight_through", "training"],
+    ],
     "quantized": [
         ["formats", "report"],
         ["linear_layers", "linear_shape"],
