@@ -227,9 +227,11 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     ),
     "share of the magnitude kept": lambda row: ", ".join(
         f"{name} {share:.4f}" for name, share in row.get("kept_share", {}).items()
+    ),
     "held-out digits read, mean over seeds": lambda row: ", ".join(
         f"{name} {sum(read) / len(read):.2f} %"
         for name, read in row.get("percent_read", {}).items()
+    ),
     "by method": lambda row: (
         ", ".join(f"{name} {value:g}" for name, value in row["by_method"].items())
         + f" {row['unit']}"
