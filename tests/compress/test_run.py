@@ -66,7 +66,9 @@ def small(folder: Path) -> tuple[CompressReport, dict[str, torch.Tensor]]:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "write_model", write)
-        config = run_of(folder, "small", DISTILL, FINETUNE, measure={"rounds": 3, "picture": True})
+        config = run_of(
+            folder, "small", DISTILL, FINETUNE, measure={"rounds": 3, "batch": 2, "picture": True}
+        )
         report = compress(config, device="cpu", say=lines.append)
     assert lines == ["step 1 of 2: distill 2 layers", "step 2 of 2: finetune", "measuring"]
     told["again"] = model_of(report.output)(tokens).detach()
