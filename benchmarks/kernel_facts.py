@@ -181,6 +181,37 @@ def nm_masks() -> Iterator[Case]:
         yield Case(f"2:4 {_short(dtype)}", two_of_four, 2 * dtype.itemsize, 8)
 
 
+def codes() -> Iterator[Case]:
+    """Rows to codes, sums of codes to numbers, and a row times a matrix of codes, whose bytes are
+    those of a code."""
+    from pyops.ops.triton import code_rows, scaled
+
+    for dtype in (BF16, F32):
+        x, size = empty(TOKENS, 4096, dtype=dtype), dtype.itemsize
+        rows = partial(scaled.quantize_rows, x, None, None, symmetric=True)
+        yield Case(f"rows to codes {_short(dtype)}", rows, size + 1, 6)
+        acc, t = empty(TOKENS, 4096, dtype=torch.int32), empty(4096, dtype=F32)
+        sums = partial(
+            scaled.scale_product,
+            acc,
+            empty(TOKENS, dtype=F32),
+            t,
+            None,
+            None,
+            None,
+            activation=None,
+            dtype=dtype,
+        )
+        yield Case(f"sums of codes {_short(dtype)}", sums, 4 + size, 3)
+    for bits in (8, 4):
+        kept = empty(4096, 4096 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+        scales = empty(4096, 1 if bits == 8 else 32, dtype=F32)
+        few = partial(
+            code_rows.code_rows_product, empty(1, 4096), kept, scales, None, None, bits=bits
+        )
+        yield Case(f"one row by int{bits} bf16", few, 1.0, 4 * 8 // bits)
+
+
 def attentions() -> Iterator[Case]:
     """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
     from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
@@ -216,6 +247,7 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "dropout": dropouts,
     "rotary": rotaries,
     "nm_mask": nm_masks,
+    "codes": codes,
 }
 # With matrix products, of whose speed bytes alone say little
 WITH_PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {"attention": attentions}
@@ -247,6 +279,7 @@ def elements(launch: Compiled) -> int:
         "_statistics": lambda: a["LANES"] * a["GROUP"],
         "_rotary": lambda: a["HEADS"] * 2 * a["PAIRS"],
         "_sum_products": lambda: a["ROWS"] * a["WIDTH"],
+        "_product": lambda: a["OUTPUTS"] * a["INPUTS"],  # bytes of codes
     }.get(
         launch.kernel,
         lambda: a.get("ROWS", a.get("M", 1)) * a.get("COLUMNS", a.get("BLOCK", a.get("N", 1))),

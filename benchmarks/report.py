@@ -222,8 +222,10 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "in the model's order": lambda row: (
         ("yes" if row["same_order"] else "no") if "same_order" in row else ""
     ),
-    "above the dense loss, seed by seed": lambda row: ", ".join(
-        f"{percent:+.2f} %" for percent in row.get("percent_by_seed", {}).values()
+    "above the dense loss, seed by seed": lambda row: (
+        ", ".join(f"{percent:+.2f} %" for percent in row["percent_by_seed"].values())
+        if row["bench"] == "nm" and "percent_by_seed" in row
+        else ""
     ),
     "share of the magnitude kept": lambda row: ", ".join(
         f"{name} {share:.4f}" for name, share in row.get("kept_share", {}).items()

@@ -99,6 +99,12 @@ BOUNDS = {
     "rotary: pairs fp32: rotary": (40, 13),
     "nm_mask: 2:4 bf16: nm_mask": (56, 12),
     "nm_mask: 2:4 fp32: nm_mask": (48, 12),
+    "codes: rows to codes bf16: rows": (40, 43),
+    "codes: rows to codes fp32: rows": (40, 43),
+    "codes: sums of codes bf16: scale": (40, 10.5),
+    "codes: sums of codes fp32: scale": (48, 9.5),
+    "codes: one row by int8 bf16: product": (176, 30),
+    "codes: one row by int4 bf16: product": (200, 63),
 }
 COLUMN_SUM = (56, 14)
 SPILLED = {  # bytes
@@ -148,6 +154,10 @@ FP32_PRODUCTS = (
     "registers is each Triton's choice"
 )
 FEW_MORE = "a few registers more or less decide on a CTA; bytes ahead are enough under both"
+SLOW_CODES = (
+    "not understood: the kernel is slow under both, a fifth of a copy at best, and is to be "
+    "written anew before it is compared"
+)
 EXPLAINED = {
     "norm: add layer back 16384 bf16: rows_backward": Reason(
         {"local"},
@@ -162,6 +172,10 @@ EXPLAINED = {
         {"issue"}, "3.6 guards each step of the two sums over a row by a predicate of its own"
     ),
     "norm: rms back 16384 fp32: columns_backward": Reason({"warps"}, FEW_MORE),
+    "codes: one row by int8 bf16: product": Reason({"warps", "ahead"}, SLOW_CODES),
+    "codes: one row by int4 bf16: product": Reason(
+        {"warps", "ahead", "issue", "percent"}, SLOW_CODES
+    ),
     "activation: gelu_tanh bf16: forward": Reason({"warps"}, FEW_MORE),
     "cross_entropy: statistics 32000 fp32: statistics": Reason({"warps"}, FEW_MORE),
     "cross_entropy: statistics 50304 fp32: statistics": Reason({"warps"}, FEW_MORE),

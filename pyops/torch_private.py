@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "NO_TORCH_FUNCTION",
+    "TorchDispatchMode",
     "after_backward",
     "all_op_names",
     "assert_async",
@@ -37,6 +38,7 @@ __all__ = [
     "has_hooks",
     "in_autograd_node",
     "in_backward",
+    "int8_matmul",
     "is_traceable_wrapper_subclass",
     "local_shape_and_offset",
     "local_tensor",
@@ -268,6 +270,12 @@ def set_timeout(options: Any, timeout: datetime.timedelta) -> None:
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     """Set the timeout of collectives of a group that exists."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """int32 [N, M], the exact product of int8 codes [N, K] and [K, M]. On CUDA it wants more than
+    16 rows, and K and M that are multiples of 8."""
+    return torch._int_mm(a, b)
 
 
 def symmetric_empty_tensor(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

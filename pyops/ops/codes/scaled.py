@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pyops.ops.layers.activation import ACTIVATIONS, activate
 from pyops.ops.library import define
+from pyops.torch_private import int8_matmul
 
 __all__ = [
     "LONGEST",
@@ -240,8 +241,8 @@ def _signed_product(a: Tensor, weight: Tensor) -> Tensor:
         inner = -a.shape[1] % 8
         a = torch.nn.functional.pad(a, (0, inner, 0, max(17 - rows, 0)))
         weight = torch.nn.functional.pad(weight, (0, inner, 0, -out % 8))
-        return torch._int_mm(a, weight.t())[:rows, :out].contiguous()
-    return torch._int_mm(a, weight.t())
+        return int8_matmul(a, weight.t())[:rows, :out].contiguous()
+    return int8_matmul(a, weight.t())
 
 
 def check_sums(

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyops.quantized.calibration.inputs import Batch, run
 from pyops.quantized.linear_layers import (
@@ -26,6 +25,7 @@ from pyops.quantized.linear_layers import (
     users_of_weights,
 )
 from pyops.tensor_parallel import ParallelAttention, ParallelMLP
+from pyops.torch_private import TorchDispatchMode
 
 __all__ = ["Readers", "fold", "largest_inputs", "readers_of_layers", "readers_of_norms"]
 

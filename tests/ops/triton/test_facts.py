@@ -34,6 +34,9 @@ CASES = {
     "part of rows bf16",
     "pairs bf16",
     "2:4 bf16",
+    "rows to codes bf16",
+    "sums of codes bf16",
+    "one row by int4 bf16",
 }
 
 
