@@ -58,9 +58,8 @@ Tensor forward(const Tensor x, const Tensor scale, const Optional zero, int64_t 
     if (y.numel() == 0) return y;
     grid.span.out = y.data_ptr();
     const Kernels& kernel = kernels();
-    for_each_part(y.numel(), [&](int64_t begin, int64_t end) {
-        kernel.fake_quantize(grid.span, begin, end);
-    });
+    for_each_part(y.numel(),
+                  [&](int64_t begin, int64_t end) { kernel.fake_quantize(grid.span, begin, end); });
     return y;
 }
 
@@ -68,8 +67,7 @@ Tensor forward(const Tensor x, const Tensor scale, const Optional zero, int64_t 
 void runs_backward(const Grid& grid, const Tensor& dscale, bool wanted, double factor) {
     const FakeQuantizeSpan& span = grid.span;
     const int64_t pieces = span.pieces(), all = grid.outer * span.channels * pieces;
-    const std::unique_ptr<double[]> sums(wanted ? new double[static_cast<size_t>(all)]()
-                                                : nullptr);
+    const std::unique_ptr<double[]> sums(wanted ? new double[static_cast<size_t>(all)]() : nullptr);
     const Kernels& kernel = kernels();
     const auto run = [&](int64_t first, int64_t last) {
         kernel.fake_quantize_backward(span, first, last, sums.get());

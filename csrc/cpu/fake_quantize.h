@@ -12,8 +12,9 @@ constexpr int64_t FAKE_QUANTIZE_PIECE = 16384;  // numbers whose sum is one of a
 
 struct FakeQuantizeSpan {
     const void *dy, *x;
-    void* out;                 // y, or dx; null: only the scales' gradient is wanted
-    const void *scale, *zero;  // fp32 (float64 for float64) [channels]; zero: null where there is none
+    void* out;  // y, or dx; null: only the scales' gradient is wanted
+    const void *scale,
+        *zero;  // fp32 (float64 for float64) [channels]; zero: null where there is none
     int64_t channels, inner;
     double low, high;  // the first and the last code
     int dtype;

@@ -98,8 +98,9 @@ double backward_piece(const FakeQuantizeSpan& span, int64_t start, int64_t n, in
                       bool summed) {
     using T = Real<S>;
     const RunScale<T> scale(span, channel);
-    const S *const x = static_cast<const S*>(span.x) + start,
-                   *const dy = static_cast<const S*>(span.dy) + start;
+    const S *const x = static_cast<const S*>(span.x) + start, *const dy =
+                                                                  static_cast<const S*>(span.dy) +
+                                                                  start;
     S* const dx = span.out ? static_cast<S*>(span.out) + start : nullptr;
     if (!summed) {
         backward_numbers(dx, static_cast<T*>(nullptr), dy, x, n, scale);
@@ -146,8 +147,8 @@ void fake_quantize_backward_kernel(const FakeQuantizeSpan& span, int64_t first, 
         using S = typename decltype(storage)::type;
         for (int64_t p = first; p < last; ++p) {
             const int64_t run = p / pieces, start = p % pieces * FAKE_QUANTIZE_PIECE;
-            const int64_t n = span.inner - start < FAKE_QUANTIZE_PIECE ? span.inner - start
-                                                                       : FAKE_QUANTIZE_PIECE;
+            const int64_t n =
+                span.inner - start < FAKE_QUANTIZE_PIECE ? span.inner - start : FAKE_QUANTIZE_PIECE;
             const double sum = backward_piece<S>(span, run * span.inner + start, n,
                                                  run % span.channels, sums != nullptr);
             if (sums) sums[p] = sum;

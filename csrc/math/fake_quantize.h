@@ -28,9 +28,7 @@ struct Steps {
         ratio = where_less(zero, scale, x / scale, zero);
         whole = nearest_whole(at_most(at_least(ratio, low - one), high + one));
     }
-    PYOPS_HOST_DEVICE T value(T scale) const {
-        return at_most(at_least(whole, low), high) * scale;
-    }
+    PYOPS_HOST_DEVICE T value(T scale) const { return at_most(at_least(whole, low), high) * scale; }
     // `inside` where the rounded number is within the range, else what stands beside it.
     PYOPS_HOST_DEVICE T within(T inside, T below, T above) const {
         return where_less(whole, low, below, where_less(high, whole, above, inside));
