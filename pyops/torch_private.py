@@ -28,6 +28,7 @@ __all__ = [
     "assert_async",
     "backend_name",
     "call_instead",
+    "constant_in_graphs",
     "default_store",
     "disable_dynamo",
     "forward_pre_hooks",
@@ -211,6 +212,13 @@ def disable_dynamo(function: F) -> F:
     torch.compiler.disable, but torch._dynamo is imported only when the function is called."""
     decorated: F = torch._disable_dynamo(function)  # type: ignore[assignment]
     return decorated
+
+
+def constant_in_graphs(function: F) -> F:
+    """A decorator: torch.compile takes what the function gives while it traces as a constant. As
+    torch.compiler.assume_constant_result, which imports torch._dynamo: a second of each process."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def assert_async(condition: Tensor, message: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from pyops.attention.pattern import Pattern
 from pyops.ops.attention import BlockLayout
 from pyops.ops.attention.block_tables import check_sizes
+from pyops.torch_private import constant_in_graphs, disable_dynamo
 
 __all__ = ["PatternLayouts", "shared_layouts"]
 
@@ -33,14 +34,14 @@ _NUMBERS = itertools.count()
 _BY_NUMBER: weakref.WeakValueDictionary[int, PatternLayouts] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _widths(number: int, length: int) -> tuple[int, int, int]:
     """Heads, and the widths of the tables of rows and of columns."""
     built = _BY_NUMBER[number].build(length)
     return built.num_heads, built.indices.shape[2], built.column_indices.shape[2]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _packed(number: int, length: int, device: str) -> Tensor:
     """int32 [n], all tables one after the other."""
     built = _BY_NUMBER[number].build(length, device)
@@ -142,7 +143,7 @@ class PatternLayouts:
         ]
         return BlockLayout(self.block, length, length, self.causal, *tables)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def last_query(self, length: int, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of the last token of a sequence alone, whose keys are all of it.
 
@@ -161,7 +162,7 @@ class PatternLayouts:
             device
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def rows(self, first: int, length: int, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of the last tokens of a sequence, whose keys are all of it; causality is left
         to the operation, which is told their places.

@@ -22,6 +22,7 @@ from pyops.attention.applied.mask_functions import key_mask
 from pyops.attention.layouts import PatternLayouts
 from pyops.attention.pattern import Pattern
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, attention
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["apply"]
 
@@ -125,7 +126,7 @@ class _Attention:
     layouts: dict[tuple[int, int, bool], PatternLayouts] = field(default_factory=dict)
     """By heads, the first of them, and causality."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def _layouts_of(self, part: tuple[int, int, bool]) -> PatternLayouts:
         heads, first_head, causal = part
         made = PatternLayouts(self.pattern, heads, first_head, self.block, causal)

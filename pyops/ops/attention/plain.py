@@ -19,6 +19,7 @@ from torch.nn import functional
 from pyops.ops.attention.arguments import AttentionBias, AttentionDropout, AttentionMask
 from pyops.ops.attention.plain_table import FASTER
 from pyops.ops.library import has_kernel
+from pyops.torch_private import constant_in_graphs
 
 __all__ = ["is_torchs", "kind_of", "torch_attention"]
 
@@ -48,10 +49,10 @@ def _capability(device: torch.device) -> str:
 
 
 # A constant while torch.compile traces
-_kind_of_gpu: Callable[[torch.device], str] = torch.compiler.assume_constant_result(_capability)
+_kind_of_gpu: Callable[[torch.device], str] = constant_in_graphs(_capability)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _cuda_has_kernel() -> bool:
     return has_kernel("attention_forward", "cuda")
 

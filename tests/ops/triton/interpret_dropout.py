@@ -8,13 +8,16 @@ import torch
 
 from pyops.ops.layers import dropout as contract
 from pyops.ops.triton import dropout as kernels
+from tests.grids import full
 from tests.ops.triton.rounding import assert_within_roundings
 
 KEYS = (-7, (1 << 62) + 12345)
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+    "dtype",
+    [torch.float32, torch.bfloat16, full(torch.float16), full(torch.float64)],
+    ids=str,
 )
 def test_bias_dropout_add_and_its_derivative(dtype: torch.dtype):
     for shape, offset in (((3, 5), 5), ((0, 4), 0), ((2, 1100), (1 << 34) - 3)):
