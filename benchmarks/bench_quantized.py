@@ -2,7 +2,8 @@
 
     dynamic    weights and inputs of 8 bits: torch's fp32, the same chain in separate operations,
                torch.ao's quantize_dynamic (fbgemm), torchao where it is installed
-    one row    weights of 8 and 4 bits alone: fp32, _weight_int8pack_mm (bf16), quantize_dynamic
+    one row    weights of 8 and 4 bits and fp8 alone: fp32, _weight_int8pack_mm (bf16),
+               quantize_dynamic
     passes     rows to codes, and sums to numbers, beside the same in separate operations
     a ViT      forward with all linear layers of 8 bits
     generate   8 layers, width 512, one row: tokens a second beside fp32
@@ -35,7 +36,7 @@ from pyops.ops.codes.scaled import (
     scale_product,
     scale_product_reference,
 )
-from pyops.quantized import Int4, Int8, Scheme, convert, decode, encode
+from pyops.quantized import FP8, Int4, Int8, Scheme, convert, decode, encode
 
 __all__ = ["cases", "run"]
 
@@ -165,8 +166,8 @@ def one_row(name: str, scheme: Scheme, rows: int, device: torch.device) -> Case:
     linear: Any = model[0]
     ours = call(converted(model, scheme), x)
     calls: dict[str, Callable[[], list[Tensor]]] = {"pyops": ours, "torch fp32": call(model, x)}
-    bits = scheme.weights.bits
-    if device.type == "cpu":
+    bits, integers = scheme.weights.bits, not isinstance(scheme.weights, FP8)
+    if device.type == "cpu" and integers:
         calls |= rivals(model, x)
         codes = encode(linear.weight, Int8())
         narrow, scales = x.bfloat16(), codes.scales.bfloat16()
@@ -185,7 +186,7 @@ def one_row(name: str, scheme: Scheme, rows: int, device: torch.device) -> Case:
             for n, c in calls.items()
             if n.startswith("torch.ao") or n == "torchao"
         },
-        targets={"torch fp32": 3.0 if bits == 8 else 4.5} if rows == 1 else {},
+        targets={"torch fp32": 3.0 if bits == 8 else 4.5} if rows == 1 and integers else {},
     )
 
 
@@ -298,12 +299,10 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     for rows in (ROWS, 64, 1):
         name = f"dynamic int8 linear, {rows} x {INPUTS} x {OUTPUTS}"
         yield name, partial(dynamic, name, rows, device)
-    for scheme in (Scheme(Int8()), Scheme(Int4(group=128))):
+    for kind, weights in (("int8", Int8()), ("int4", Int4(group=128)), ("fp8", FP8())):
         for rows in (1, 8):
-            name = (
-                f"int{scheme.weights.bits} weights, {rows} row{'s' * (rows > 1)}, {WIDE} x {WIDE}"
-            )
-            yield name, partial(one_row, name, scheme, rows, device)
+            name = f"{kind} weights, {rows} row{'s' * (rows > 1)}, {WIDE} x {WIDE}"
+            yield name, partial(one_row, name, Scheme(weights), rows, device)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"rows to int8, 2048 x 1024 {str(dtype).removeprefix('torch.')}"
         yield name, partial(rows_to_codes, name, dtype, device)

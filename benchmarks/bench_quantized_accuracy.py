@@ -34,7 +34,7 @@ from benchmarks.quantized_models import (
 )
 from pyops.quantized import Int8
 from pyops.quantized.formats import Format
-from pyops.quantized.linear_layers import chosen_layers, matrix
+from pyops.quantized.layers import chosen, matrix
 
 __all__ = ["digits_rows", "run", "text_rows"]
 
@@ -44,7 +44,7 @@ SEEDS, BITS = 5, (8, 4, 3, 2)
 def weight_bytes(model: nn.Module, format: Format) -> int:
     """Bytes of the codes, packed, and scales of a model's linear layers."""
     total = 0
-    for layer in chosen_layers(model, None).values():
+    for layer in chosen(model, None).values():
         out, inner = matrix(layer).shape
         groups = inner // format.group if format.group else 1
         total += out * inner * format.bits // 8 + 4 * out * groups
@@ -53,7 +53,7 @@ def weight_bytes(model: nn.Module, format: Format) -> int:
 
 def float_bytes(model: nn.Module) -> int:
     """Bytes of the weights of a model's linear layers."""
-    weights = (matrix(layer) for layer in chosen_layers(model, None).values())
+    weights = (matrix(layer) for layer in chosen(model, None).values())
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
 

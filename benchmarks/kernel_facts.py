@@ -212,6 +212,20 @@ def codes() -> Iterator[Case]:
         yield Case(f"one row by int{bits} bf16", few, 1.0, 4 * 8 // bits)
 
 
+def fake_quantizations() -> Iterator[Case]:
+    """Rows with a scale for each, with its gradient backward."""
+    from pyops.ops.triton import fake_quantize as kernels
+
+    places: dict[str, Any] = {"lo": -127, "hi": 127, "inner": 4096}
+    for dtype in (BF16, F32):
+        x, scale, label = empty(TOKENS, 4096, dtype=dtype), empty(TOKENS, dtype=F32), _short(dtype)
+        forward = partial(kernels.fake_quantize, x, scale, None, factor=1.0, **places)
+        wanted: dict[str, Any] = {"factor": 1.0, "input_grad": True, "scale_grad": True, **places}
+        back = partial(kernels.fake_quantize_backward, x, x, scale, None, **wanted)
+        yield Case(f"rounded {label}", forward, 2 * dtype.itemsize, 5)
+        yield Case(f"rounded back {label}", back, 3 * dtype.itemsize, 9)
+
+
 def attentions() -> Iterator[Case]:
     """Bytes are those of a number of q, of four tensors; operations those of its row's products."""
     from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask
@@ -248,6 +262,7 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "rotary": rotaries,
     "nm_mask": nm_masks,
     "codes": codes,
+    "fake_quantize": fake_quantizations,
 }
 # With matrix products, of whose speed bytes alone say little
 WITH_PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {"attention": attentions}
@@ -279,7 +294,7 @@ def elements(launch: Compiled) -> int:
         "_statistics": lambda: a["LANES"] * a["GROUP"],
         "_rotary": lambda: a["HEADS"] * 2 * a["PAIRS"],
         "_sum_products": lambda: a["ROWS"] * a["WIDTH"],
-        "_product": lambda: a["OUTPUTS"] * a["INPUTS"],  # bytes of codes
+        "_product": lambda: a["OUTPUTS"] * a["UNITS"] * a["UNIT"],  # bytes of codes
     }.get(
         launch.kernel,
         lambda: a.get("ROWS", a.get("M", 1)) * a.get("COLUMNS", a.get("BLOCK", a.get("N", 1))),

@@ -25,7 +25,7 @@ from pyops.quantized import Int4, Int8, IntN, Scheme
 from pyops.quantized.calibration import awq, gptq, smooth
 from pyops.quantized.calibration.readers import fold, readers_of_norms
 from pyops.quantized.formats import Format
-from pyops.quantized.linear_layers import chosen_layers
+from pyops.quantized.layers import chosen
 from pyops.quantized.training import aware
 
 __all__ = [
@@ -186,7 +186,7 @@ def with_outliers(model: GPT, *, times: float = 50.0, channel: int = 3) -> GPT:
     larger, and its readers' weights for it as much smaller."""
     model = copy.deepcopy(model)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    for entry in readers_of_norms(model, tokens, chosen_layers(model, None)):
+    for entry in readers_of_norms(model, tokens, chosen(model, None)):
         scale = torch.ones(model.config.dim)
         scale[channel] = 1 / times
         fold(entry, scale)

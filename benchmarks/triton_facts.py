@@ -103,8 +103,12 @@ BOUNDS = {
     "codes: rows to codes fp32: rows": (40, 43),
     "codes: sums of codes bf16: scale": (40, 10.5),
     "codes: sums of codes fp32: scale": (48, 9.5),
-    "codes: one row by int8 bf16: product": (176, 30),
-    "codes: one row by int4 bf16: product": (200, 63),
+    "codes: one row by int8 bf16: product": (72, 7),
+    "codes: one row by int4 bf16: product": (128, 13),
+    "fake_quantize: rounded bf16: rounded": (64, 44),
+    "fake_quantize: rounded back bf16: rounded": (104, 52),
+    "fake_quantize: rounded fp32: rounded": (72, 43),
+    "fake_quantize: rounded back fp32: rounded": (128, 54),
 }
 COLUMN_SUM = (56, 14)
 SPILLED = {  # bytes
@@ -154,10 +158,6 @@ FP32_PRODUCTS = (
     "registers is each Triton's choice"
 )
 FEW_MORE = "a few registers more or less decide on a CTA; bytes ahead are enough under both"
-SLOW_CODES = (
-    "not understood: the kernel is slow under both, a fifth of a copy at best, and is to be "
-    "written anew before it is compared"
-)
 EXPLAINED = {
     "norm: add layer back 16384 bf16: rows_backward": Reason(
         {"local"},
@@ -172,10 +172,6 @@ EXPLAINED = {
         {"issue"}, "3.6 guards each step of the two sums over a row by a predicate of its own"
     ),
     "norm: rms back 16384 fp32: columns_backward": Reason({"warps"}, FEW_MORE),
-    "codes: one row by int8 bf16: product": Reason({"warps", "ahead"}, SLOW_CODES),
-    "codes: one row by int4 bf16: product": Reason(
-        {"warps", "ahead", "issue", "percent"}, SLOW_CODES
-    ),
     "activation: gelu_tanh bf16: forward": Reason({"warps"}, FEW_MORE),
     "cross_entropy: statistics 32000 fp32: statistics": Reason({"warps"}, FEW_MORE),
     "cross_entropy: statistics 50304 fp32: statistics": Reason({"warps"}, FEW_MORE),

@@ -3,6 +3,7 @@
 //
 //   avx512: one register   avx2: two   else: four
 #pragma once
+#include "../math/quantize.h"
 #include "code_rows.h"
 #include "rows.h"
 
@@ -10,6 +11,19 @@ namespace pyops::PYOPS_ISA {
 namespace {
 
 #define PYOPS_LANES inline __attribute__((always_inline))
+
+// The bits of an e4m3 number behind 7 zeros, with the sign where fp16 has it: 2^-8 of it in fp16,
+// which holds all of them exactly. The two codes beyond the largest number are nan.
+constexpr int16_t E4M3_IN_FP16 = static_cast<int16_t>(0xBF80);
+const float E4M3_NAN = float_of(0x7FC00000u);
+
+// What a code of 8 bits stands for, a zero point and the scale aside.
+template <CodeKind KIND>
+PYOPS_LANES float code_number(uint8_t code) {
+    if (KIND == FLOAT_E4M3) return (code & 0x7F) == 0x7F ? E4M3_NAN : quantize_number<E4M3>(code);
+    return static_cast<float>(KIND == WITH_SIGN ? static_cast<int32_t>(static_cast<int8_t>(code))
+                                                : static_cast<int32_t>(code));
+}
 
 #if defined(__AVX512F__)
 struct Sixteen {
@@ -21,10 +35,19 @@ struct Sixteen {
     friend PYOPS_LANES Sixteen operator*(Sixteen a, Sixteen b) { return {_mm512_mul_ps(a.x, b.x)}; }
     PYOPS_LANES float sum() const { return sum_of(Vec(x)); }
 };
-template <bool SIGNED>
+template <CodeKind KIND>
 PYOPS_LANES Sixteen bytes_at(const uint8_t* p) {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm512_cvtepi32_ps(SIGNED ? _mm512_cvtepi8_epi32(codes) : _mm512_cvtepu8_epi32(codes))};
+    if constexpr (KIND == FLOAT_E4M3) {
+        const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7),
+                                              _mm256_set1_epi16(E4M3_IN_FP16));
+        const __m512 numbers = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+        const __m128i magnitude = _mm_set1_epi8(0x7F);
+        const __mmask16 bad = _mm_cmpeq_epi8_mask(_mm_and_si128(codes, magnitude), magnitude);
+        return {_mm512_mask_blend_ps(bad, numbers, _mm512_set1_ps(E4M3_NAN))};
+    }
+    return {_mm512_cvtepi32_ps(KIND == WITH_SIGN ? _mm512_cvtepi8_epi32(codes)
+                                                 : _mm512_cvtepu8_epi32(codes))};
 }
 // 128 codes of 4 bits, of which `number(k)` has every eighth from k on.
 template <bool SIGNED>
@@ -59,14 +82,24 @@ struct Sixteen {
     }
     PYOPS_LANES float sum() const { return sum_of(_mm256_add_ps(x, y)); }
 };
-template <bool SIGNED>
+template <CodeKind KIND>
 PYOPS_LANES __m256 eight_bytes_at(const uint8_t* p) {
     const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return _mm256_cvtepi32_ps(SIGNED ? _mm256_cvtepi8_epi32(codes) : _mm256_cvtepu8_epi32(codes));
+    if constexpr (KIND == FLOAT_E4M3) {
+        const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7),
+                                           _mm_set1_epi16(E4M3_IN_FP16));
+        const __m256 numbers = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+        const __m128i magnitude = _mm_set1_epi16(0x3F80);
+        const __m128i bad = _mm_cmpeq_epi16(_mm_and_si128(half, magnitude), magnitude);
+        return _mm256_blendv_ps(numbers, _mm256_set1_ps(E4M3_NAN),
+                                _mm256_castsi256_ps(_mm256_cvtepi16_epi32(bad)));
+    }
+    return _mm256_cvtepi32_ps(KIND == WITH_SIGN ? _mm256_cvtepi8_epi32(codes)
+                                                : _mm256_cvtepu8_epi32(codes));
 }
-template <bool SIGNED>
+template <CodeKind KIND>
 PYOPS_LANES Sixteen bytes_at(const uint8_t* p) {
-    return {eight_bytes_at<SIGNED>(p), eight_bytes_at<SIGNED>(p + 8)};
+    return {eight_bytes_at<KIND>(p), eight_bytes_at<KIND>(p + 8)};
 }
 template <bool SIGNED>
 struct Nibbles {
@@ -106,12 +139,10 @@ struct Sixteen {
         return (four[0] + four[2]) + (four[1] + four[3]);
     }
 };
-template <bool SIGNED>
+template <CodeKind KIND>
 PYOPS_LANES Sixteen bytes_at(const uint8_t* p) {
     float numbers[CODE_LANES];
-    for (int d = 0; d < CODE_LANES; ++d)
-        numbers[d] = static_cast<float>(SIGNED ? static_cast<int32_t>(static_cast<int8_t>(p[d]))
-                                               : static_cast<int32_t>(p[d]));
+    for (int d = 0; d < CODE_LANES; ++d) numbers[d] = code_number<KIND>(p[d]);
     return Sixteen::at(numbers);
 }
 template <bool SIGNED>

@@ -42,6 +42,7 @@ struct Coded {
     Tensor codes, scales;
     std::optional<Tensor> zeros;
     int64_t rows, row_bytes, group, groups;
+    CodeKind kind;
 
     // `unit`: numbers of a group, where there are several, are a multiple of it.
     Coded(const Tensor& c, const Tensor& s, const std::optional<Tensor>& z, int64_t width,
@@ -60,8 +61,13 @@ struct Coded {
         require(groups == 1 || (group * groups == width && group % unit == 0), "pyops::", op, ": ",
                 groups, " groups must cut ", width, " inputs into equal parts that are multiples ",
                 "of ", unit);
-        const ScalarType kind = bits == 8 && !z ? ScalarType::Char : ScalarType::Byte;
-        codes = of_dtype(c, kind, rows * row_bytes, op, "codes");
+        kind = z                                                           ? WITHOUT_SIGN
+               : bits == 8 && c.scalar_type() == ScalarType::Float8_e4m3fn ? FLOAT_E4M3
+                                                                           : WITH_SIGN;
+        const ScalarType dtype = kind == FLOAT_E4M3               ? ScalarType::Float8_e4m3fn
+                                 : kind == WITH_SIGN && bits == 8 ? ScalarType::Char
+                                                                  : ScalarType::Byte;
+        codes = of_dtype(c, dtype, rows * row_bytes, op, "codes");
         scales = of_dtype(s, ScalarType::Float, rows * groups, op, "scales");
         if (z) zeros = of_dtype(*z, ScalarType::Int, rows * groups, op, "zero_points");
     }
@@ -84,6 +90,7 @@ Tensor code_rows_product(const Tensor x, const Tensor codes, const Tensor scales
     rows.width = x.sizes()[1];
     const Coded coded(codes, scales, zero_points, rows.width, bits, bits == 8 ? CODE_LANES : 8, op);
     rows.bits = static_cast<int>(bits);
+    rows.kind = coded.kind;
     rows.stride = up_to(rows.width, bits == 8 ? CODE_LANES : NIBBLE_BLOCK);
     rows.codes = coded.code_data();
     rows.scales = coded.scale_data();
@@ -126,7 +133,8 @@ Tensor decode_rows(const Tensor codes, const Tensor scales, const std::optional<
     ask_for_huge_pages(out.data_ptr(), out.numel() * (code == FP32 ? 4 : 2));
     const CodeRows rows{
         coded.code_data(), coded.scale_data(), coded.zero_data(), out.data_ptr(),         width,
-        coded.row_bytes,   coded.group,        coded.groups,      static_cast<int>(bits), code};
+        coded.row_bytes,   coded.group,        coded.groups,      static_cast<int>(bits), code,
+        coded.kind};
     const Kernels& kernel = kernels();
     const auto run = [&](int64_t first, int64_t last) {
         const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(width)]);

@@ -13,6 +13,9 @@ namespace pyops {
 constexpr int64_t CODE_LANES = 16;
 constexpr int64_t NIBBLE_BLOCK = 128;
 
+// What a code is: a whole number with a sign, one from 0 on, or fp8 e4m3.
+enum CodeKind : int { WITH_SIGN, WITHOUT_SIGN, FLOAT_E4M3 };
+
 struct CodeProduct {
     const float* x;        // [rows, stride]
     void* out;             // [rows, outputs], fp32, bf16 or fp16
@@ -23,6 +26,7 @@ struct CodeProduct {
     int64_t rows, width, stride, row_bytes, outputs;
     int64_t group, groups;  // numbers of a row that share a scale, and how many of these there are
     int bits, dtype;        // bits: 4 or 8
+    CodeKind kind;          // WITHOUT_SIGN: with zeros
 };
 
 struct CodeRows {
@@ -32,6 +36,7 @@ struct CodeRows {
     void* out;             // [rows, width], fp32, bf16 or fp16
     int64_t width, row_bytes, group, groups;
     int bits, dtype;
+    CodeKind kind;
 };
 
 }  // namespace pyops

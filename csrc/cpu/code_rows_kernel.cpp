@@ -4,7 +4,8 @@
 //   y[r, o] = sum over groups g of scale[o, g] (sum over k in g of x[r, k] (code[o, k] - zero[o, g]))
 //
 // Sixteen sums of a row side by side, each over its numbers in order, without fused multiplication:
-// the same bits at every instruction set, and for a row whatever stands beside it.
+// the same bits at every instruction set, and for a row whatever stands beside it. Every loop over
+// registers is unrolled: otherwise they would be kept in memory.
 #include "code_lanes.h"
 #include "finish_row.h"
 
@@ -15,7 +16,9 @@ template <int R, int O>
 struct Tile {
     Sixteen sums[R][O];
     PYOPS_LANES Tile() {
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
             for (int o = 0; o < O; ++o) sums[r][o] = Sixteen::all(0.0f);
     }
 };
@@ -32,7 +35,9 @@ void put(const CodeProduct& rows, int64_t r, int64_t o, float sum) {
 
 template <int R, int O>
 void put(const CodeProduct& rows, int64_t r, int64_t o, const Tile<R, O>& total) {
+#pragma GCC unroll 8
     for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
         for (int j = 0; j < O; ++j) put(rows, r + i, o + j, total.sums[i][j].sum());
 }
 
@@ -46,7 +51,7 @@ PYOPS_LANES const uint8_t* padded(uint8_t* place, const uint8_t* codes, int64_t 
     return place;
 }
 
-template <bool SIGNED, int R, int O>
+template <CodeKind KIND, int R, int O>
 void bytes_tile(const CodeProduct& rows, int64_t r, int64_t o) {
     Tile<R, O> total;
     for (int64_t g = 0; g < rows.groups; ++g) {
@@ -54,24 +59,31 @@ void bytes_tile(const CodeProduct& rows, int64_t r, int64_t o) {
         const int64_t end = g + 1 < rows.groups ? begin + rows.group : rows.width;
         Tile<R, O> part;
         Sixteen zero[O];
-        if (!SIGNED)
+        if (KIND == WITHOUT_SIGN) {
+#pragma GCC unroll 8
             for (int j = 0; j < O; ++j)
                 zero[j] = Sixteen::all(static_cast<float>(rows.zeros[(o + j) * rows.groups + g]));
+        }
         for (int64_t k = begin; k < end; k += CODE_LANES) {
             Sixteen numbers[O];
+#pragma GCC unroll 8
             for (int j = 0; j < O; ++j) {
                 uint8_t rest[CODE_LANES];
-                numbers[j] = bytes_at<SIGNED>(padded<CODE_LANES>(
+                numbers[j] = bytes_at<KIND>(padded<CODE_LANES>(
                     rest, rows.codes + (o + j) * rows.row_bytes + k, rows.width - k));
-                if (!SIGNED) numbers[j] = numbers[j] - zero[j];
+                if (KIND == WITHOUT_SIGN) numbers[j] = numbers[j] - zero[j];
             }
+#pragma GCC unroll 8
             for (int i = 0; i < R; ++i) {
                 const Sixteen x = Sixteen::at(rows.x + (r + i) * rows.stride + k);
+#pragma GCC unroll 8
                 for (int j = 0; j < O; ++j) part.sums[i][j] = part.sums[i][j] + x * numbers[j];
             }
         }
+#pragma GCC unroll 8
         for (int j = 0; j < O; ++j) {
             const Sixteen scale = Sixteen::all(rows.scales[(o + j) * rows.groups + g]);
+#pragma GCC unroll 8
             for (int i = 0; i < R; ++i)
                 total.sums[i][j] = total.sums[i][j] + scale * part.sums[i][j];
         }
@@ -124,6 +136,7 @@ void nibbles_tile(const CodeProduct& rows, int64_t r, int64_t o) {
     BlockGroups groups(rows);
     for (int64_t block = 0; block < blocks; ++block, groups.next(rows)) {
         Tile<R, O> part;
+#pragma GCC unroll 8
         for (int j = 0; j < O; ++j) {
             uint8_t rest[BYTES];
             const Nibbles<SIGNED> codes(
@@ -136,13 +149,16 @@ void nibbles_tile(const CodeProduct& rows, int64_t r, int64_t o) {
             for (int k = 0; k < 8; ++k) {
                 Sixteen numbers = codes.number(k);
                 if (!SIGNED) numbers = numbers - zero;
+#pragma GCC unroll 8
                 for (int i = 0; i < R; ++i)
                     part.sums[i][j] = part.sums[i][j] +
                                       Sixteen::at(x + i * rows.stride + k * CODE_LANES) * numbers;
             }
         }
+#pragma GCC unroll 8
         for (int j = 0; j < O; ++j) {
             const Sixteen scale = groups.lanes(rows.scales + (o + j) * rows.groups);
+#pragma GCC unroll 8
             for (int i = 0; i < R; ++i)
                 total.sums[i][j] = total.sums[i][j] + scale * part.sums[i][j];
         }
@@ -150,87 +166,96 @@ void nibbles_tile(const CodeProduct& rows, int64_t r, int64_t o) {
     put(rows, r, o, total);
 }
 
-template <int BITS, bool SIGNED, int R, int O>
+template <int BITS, CodeKind KIND, int R, int O>
 void tile(const CodeProduct& rows, int64_t r, int64_t o) {
     if constexpr (BITS == 8)
-        bytes_tile<SIGNED, R, O>(rows, r, o);
+        bytes_tile<KIND, R, O>(rows, r, o);
     else
-        nibbles_tile<SIGNED, R, O>(rows, r, o);
+        nibbles_tile<KIND == WITH_SIGN, R, O>(rows, r, o);
 }
 
-template <int BITS, bool SIGNED>
+template <int BITS, CodeKind KIND>
 void outputs(const CodeProduct& rows, int64_t first, int64_t last) {
     int64_t o = first;
     for (; o + 4 <= last; o += 4) {
         int64_t r = 0;
         for (; r + 4 <= rows.rows; r += 4) {
-            tile<BITS, SIGNED, 4, 2>(rows, r, o);
-            tile<BITS, SIGNED, 4, 2>(rows, r, o + 2);
+            tile<BITS, KIND, 4, 2>(rows, r, o);
+            tile<BITS, KIND, 4, 2>(rows, r, o + 2);
         }
-        for (; r < rows.rows; ++r) tile<BITS, SIGNED, 1, 4>(rows, r, o);
+        for (; r < rows.rows; ++r) tile<BITS, KIND, 1, 4>(rows, r, o);
     }
     for (; o < last; ++o)
-        for (int64_t r = 0; r < rows.rows; ++r) tile<BITS, SIGNED, 1, 1>(rows, r, o);
+        for (int64_t r = 0; r < rows.rows; ++r) tile<BITS, KIND, 1, 1>(rows, r, o);
 }
 
-template <bool SIGNED>
-float number_of(int32_t code, int32_t zero) {
-    return static_cast<float>(SIGNED ? code : code - zero);
-}
-
-template <bool SIGNED>
+template <CodeKind KIND>
 void decode_bytes(float* __restrict out, const uint8_t* __restrict codes, int64_t n, float scale,
-                  int32_t zero) {
+                  float zero) {
     PYOPS_VECTORISE
-    for (int64_t i = 0; i < n; ++i)
-        out[i] = scale * number_of<SIGNED>(SIGNED ? static_cast<int8_t>(codes[i]) : codes[i], zero);
+    for (int64_t i = 0; i < n; ++i) {
+        const float number = code_number<KIND>(codes[i]);
+        out[i] = scale * (KIND == WITHOUT_SIGN ? number - zero : number);
+    }
 }
 
 // n is even but for the end of a row.
 template <bool SIGNED>
 void decode_nibbles(float* __restrict out, const uint8_t* __restrict codes, int64_t n, float scale,
-                    int32_t zero) {
+                    float zero) {
     constexpr int32_t SIGN = SIGNED ? 8 : 0;
+    const auto number = [=](int32_t code) {
+        const float found = static_cast<float>((code ^ SIGN) - SIGN);
+        return scale * (SIGNED ? found : found - zero);
+    };
     PYOPS_VECTORISE
     for (int64_t i = 0; i < n / 2; ++i) {
-        const int32_t low = codes[i] & 15, high = codes[i] >> 4;
-        out[2 * i] = scale * number_of<SIGNED>((low ^ SIGN) - SIGN, zero);
-        out[2 * i + 1] = scale * number_of<SIGNED>((high ^ SIGN) - SIGN, zero);
+        out[2 * i] = number(codes[i] & 15);
+        out[2 * i + 1] = number(codes[i] >> 4);
     }
-    if (n % 2) out[n - 1] = scale * number_of<SIGNED>(((codes[n / 2] & 15) ^ SIGN) - SIGN, zero);
+    if (n % 2) out[n - 1] = number(codes[n / 2] & 15);
 }
 
-template <bool SIGNED>
+template <CodeKind KIND>
 void decode_row(const CodeRows& rows, int64_t r, float* out) {
     const uint8_t* const codes = rows.codes + r * rows.row_bytes;
     for (int64_t g = 0; g < rows.groups; ++g) {
         const int64_t begin = g * rows.group;
         const int64_t end = g + 1 < rows.groups ? begin + rows.group : rows.width;
         const float scale = rows.scales[r * rows.groups + g];
-        const int32_t zero = SIGNED ? 0 : rows.zeros[r * rows.groups + g];
+        const float zero =
+            KIND == WITHOUT_SIGN ? static_cast<float>(rows.zeros[r * rows.groups + g]) : 0.0f;
         if (rows.bits == 8)
-            decode_bytes<SIGNED>(out + begin, codes + begin, end - begin, scale, zero);
+            decode_bytes<KIND>(out + begin, codes + begin, end - begin, scale, zero);
         else
-            decode_nibbles<SIGNED>(out + begin, codes + begin / 2, end - begin, scale, zero);
+            decode_nibbles<KIND == WITH_SIGN>(out + begin, codes + begin / 2, end - begin, scale,
+                                              zero);
     }
 }
 
 }  // namespace
 
 void decode_rows_kernel(const CodeRows& rows, int64_t first, int64_t last, float* scratch) {
+    const auto decode = rows.kind == FLOAT_E4M3  ? decode_row<FLOAT_E4M3>
+                        : rows.kind == WITH_SIGN ? decode_row<WITH_SIGN>
+                                                 : decode_row<WITHOUT_SIGN>;
     for (int64_t r = first; r < last; ++r) {
         void* const out = at(rows.out, r * rows.width, rows.dtype);
         float* const row = rows.dtype == FP32 ? static_cast<float*>(out) : scratch;
-        (rows.zeros ? decode_row<false> : decode_row<true>)(rows, r, row);
+        decode(rows, r, row);
         from_fp32(out, row, rows.width, rows.dtype);
     }
 }
 
 void code_product_kernel(const CodeProduct& rows, int64_t first, int64_t last) {
-    if (rows.bits == 8)
-        (rows.zeros ? outputs<8, false> : outputs<8, true>)(rows, first, last);
+    if (rows.kind == FLOAT_E4M3)
+        outputs<8, FLOAT_E4M3>(rows, first, last);
+    else if (rows.bits == 8)
+        (rows.kind == WITH_SIGN ? outputs<8, WITH_SIGN> : outputs<8, WITHOUT_SIGN>)(rows, first,
+                                                                                    last);
     else
-        (rows.zeros ? outputs<4, false> : outputs<4, true>)(rows, first, last);
+        (rows.kind == WITH_SIGN ? outputs<4, WITH_SIGN> : outputs<4, WITHOUT_SIGN>)(rows, first,
+                                                                                    last);
 }
 
 }  // namespace pyops::PYOPS_ISA

@@ -11,7 +11,8 @@ inline const char* name_of(ScalarType dtype) {
     return dtype == ScalarType::Float  ? "float32"
            : dtype == ScalarType::Int  ? "int32"
            : dtype == ScalarType::Char ? "int8"
-                                       : "uint8";
+           : dtype == ScalarType::Byte ? "uint8"
+                                       : "float8_e4m3fn";
 }
 
 // Contiguous, on the CPU, of `n` numbers; throws for anything else.

@@ -30,7 +30,7 @@ of `torch.ops.pyops`.
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
     scaled     quantize_rows, row_extents, scale_product: what surrounds a product of int8
-    code_rows  code_rows_product, decode_rows          few rows times weights of 4 or 8 bits
+    code_rows  code_rows_product, decode_rows          few rows times weights of few bits
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
                addition; differentiable
     cross_entropy  cross_entropy                       the loss; its two kernels are

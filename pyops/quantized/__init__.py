@@ -9,7 +9,7 @@ scales.
 |---|---|
 | formats.py | int8, int4, fp8: how numbers become codes and scales, exactly |
 | linear.py, linear_shape.py | the layer that computes with codes, also shared by ranks |
-| layers.py, linear_layers.py | the layers of a model that can be converted; as matrices |
+| layers.py | the layers of a model that can be converted, as matrices |
 | calibration/ | ranges of inputs, SmoothQuant, AWQ and GPTQ, from examples |
 | conversion.py, report.py | convert, and what it did to each layer |
 | saving.py | folders of converted models |

@@ -141,10 +141,10 @@ def check_scheme(scheme: Scheme, method: str = "nearest") -> None:
     weights, activations = scheme.weights, scheme.activations
     if method not in METHODS:
         raise ValueError(f"convert: method is {method!r}; choose one of {', '.join(METHODS)}")
-    if isinstance(weights, FP8) or isinstance(activations, FP8):
+    if isinstance(activations, FP8):
         raise ValueError(
-            "convert: there is no product of fp8 codes here (torch's on the CPU takes a thousand "
-            "times as long as fp32); take Int8()"
+            "convert: there is no product of fp8 inputs here (torch's on the CPU takes a thousand "
+            "times as long as fp32); take activations=None, or Int8() for both"
         )
     if activations is None:
         return

@@ -1,6 +1,9 @@
-"""The linear layers of a model: which of them are to be converted, and what each is.
+"""The linear layers of a model as quantization sees them: which of them become codes, and what each
+is: a matrix [out, in], of which a rank may hold rows or columns, and the place where its input
+passes.
 
-pyops.tensor_parallel    ColumnParallelLinear, RowParallelLinear, on any number of ranks
+pyops.tensor_parallel    ColumnParallelLinear, RowParallelLinear, on any number of ranks; the weight
+                         may be several stacked matrices [stacked, out, in]
 torch.nn.Linear          of models of anybody's; not its subclasses, whose owners may use the
                          weight itself, as torch.nn.MultiheadAttention does
 transformers' Conv1D     whose weight is [in, out]
@@ -9,27 +12,43 @@ transformers' Conv1D     whose weight is [in, out]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pyops.flat import Placement
 from pyops.mesh import ALONE
 from pyops.models.vocabulary_head import VocabularyHead
+from pyops.quantized.formats import Codes
 from pyops.quantized.linear import QuantizedLinear
 from pyops.quantized.linear_shape import LinearShape
-from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear
+from pyops.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    Ranks,
+    RowParallelLinear,
+)
 
 __all__ = [
     "chosen",
+    "input_ranks",
+    "inputs_of_all",
     "is_conv1d",
     "is_head",
     "linear_layers",
+    "matrix",
+    "output_ranks",
+    "own_inputs",
+    "place_of_input",
     "placements_of",
     "ranks_of",
     "shape_of",
+    "stacked",
     "upright_weight",
+    "users_of_weights",
 ]
 
 
@@ -68,16 +87,20 @@ def is_head(model: nn.Module, module: nn.Module) -> bool:
     return isinstance(module, VocabularyHead) or (callable(get) and get() is module)
 
 
-def _shared_weights(model: nn.Module) -> dict[int, list[str]]:
-    """Names under which each parameter is found."""
-    names: dict[int, list[str]] = {}
+def users_of_weights(model: nn.Module) -> dict[int, list[str]]:
+    """The names under which the modules of a model have each parameter, by its identity.
+
+    Args:
+        model: Any.
+    """
+    users: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
+        users.setdefault(id(parameter), []).append(name)
+    return users
 
 
 def chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module]:
-    """The layers to convert.
+    """The layers that become codes.
 
     Args:
         model: Any.
@@ -90,11 +113,11 @@ def chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module]
             converted before, a weight that another module has, too, or a model without linear
             layers.
     """
-    layers, shared = linear_layers(model), _shared_weights(model)
+    layers, shared = linear_layers(model), users_of_weights(model)
 
     def others(name: str, layer: nn.Module) -> list[str]:
         own = f"{name}.weight" if name else "weight"
-        return [other for other in shared[id(layer.weight)] if other != own]
+        return [other for other in shared[id(layer._parameters["weight"])] if other != own]
 
     if only is None:
         found = {
@@ -171,6 +194,89 @@ def upright_weight(layer: nn.Module) -> Tensor:
     """
     weight: Tensor = layer.weight.detach()  # type: ignore[operator, assignment]
     return weight.t() if is_conv1d(layer) else weight
+
+
+def matrix(layer: nn.Module, weight: Tensor | None = None) -> Tensor:
+    """The weight as [out, in], a view of what this rank holds; stacked matrices below one another.
+
+    Args:
+        layer: One of `linear_layers`.
+        weight: What stands in the weight's place; None: the layer's own.
+    """
+    found = layer._parameters["weight"] if weight is None else weight
+    assert found is not None
+    if is_conv1d(layer):
+        return found.t()
+    return found.view(-1, found.shape[-1])
+
+
+def stacked(layer: nn.Module, codes: Codes) -> Codes:
+    """Codes of `matrix(layer)` in the shape of the weight, [.., out, in].
+
+    Args:
+        layer: One of `linear_layers`.
+        codes: Of its matrix.
+    """
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    if weight.dim() == 2:
+        return codes
+    lead, zeros = weight.shape[:-1], codes.zero_points
+    return replace(
+        codes,
+        codes=codes.codes.view(weight.shape),
+        scales=codes.scales.view(*lead, *codes.scales.shape[1:]),
+        zero_points=None if zeros is None else zeros.view(*lead, *zeros.shape[1:]),
+    )
+
+
+def input_ranks(layer: nn.Module) -> Ranks:
+    """The ranks that hold parts of the layer's input, one after the other."""
+    return layer.plan.ranks if isinstance(layer, RowParallelLinear) else Ranks.of(ALONE)
+
+
+def output_ranks(layer: nn.Module) -> Ranks:
+    """The ranks that hold parts of the layer's output, one after the other."""
+    return layer.plan.ranks if isinstance(layer, ColumnParallelLinear) else Ranks.of(ALONE)
+
+
+def inputs_of_all(layer: nn.Module) -> int:
+    """The inputs of the whole layer, without padding.
+
+    Args:
+        layer: One of `linear_layers`.
+    """
+    if isinstance(layer, RowParallelLinear):
+        return layer.in_features
+    return matrix(layer).shape[1]
+
+
+def own_inputs(layer: nn.Module, values: Tensor, filled: float) -> Tensor:
+    """What belongs to the inputs that this rank holds.
+
+    Args:
+        layer: One of `linear_layers`.
+        values: [in], a number for each input of the whole layer.
+        filled: The number for inputs of padding.
+    """
+    ranks, width = input_ranks(layer), matrix(layer).shape[1]
+    missing = width * ranks.size - len(values)
+    return functional.pad(values, (0, missing), value=filled)[width * ranks.rank :][:width]
+
+
+def place_of_input(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """The module whose first argument is the layer's input: the layer itself, or the attention that
+    gives its input to two layers at once.
+
+    Args:
+        model: Whose layer it is.
+        name: Of the layer.
+        layer: One of `linear_layers`.
+    """
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if not isinstance(parent, ParallelAttention) or parent.merged or parent.cross:
+        return layer
+    return parent if layer in (parent.q, parent.kv) else layer
 
 
 def placements_of(layer: nn.Module) -> dict[str, Placement]:

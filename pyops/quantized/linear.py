@@ -211,8 +211,8 @@ class QuantizedLinear(nn.Module):
         return 4 if isinstance(self.scheme.weights, Int4) else 8
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves the layer; scales stay fp32 where the model is cast."""
-        kept = {name: getattr(self, name) for name in ("scales", "input_range")}
+        """Moves the layer; codes stay fp8 and scales fp32 where the model is cast."""
+        kept = {name: getattr(self, name) for name in ("codes", "scales", "input_range")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
             after = getattr(self, name)
@@ -354,6 +354,19 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
+def _computed(x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:
+    """The product of codes, of this rank's own tokens where it leaves each rank its own."""
+    narrow = x.float() if x.dtype == torch.float64 else x
+    y = layer.product(narrow.reshape(-1, x.shape[-1]), bias).to(x.dtype)
+    y = y.view(*x.shape[:-1], -1)
+    if _scatters(layer):
+        ranks = layer.shape.ranks
+        rows = ranks.rows_per_rank(len(y))
+        y = functional.pad(y, (0, 0, 0, rows * ranks.size - len(y)))
+        y = y[ranks.rank * rows : (ranks.rank + 1) * rows].contiguous()
+    return y
+
+
 class _Product(torch.autograd.Function):
     """The product of codes; its gradient is that of the decoded weight."""
 
@@ -361,15 +374,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:
         ctx.layer, ctx.dtype, ctx.lead = layer, x.dtype, x.shape[:-1]
         ctx.bias_shape = None if bias is None else (bias.shape, bias.dtype)
-        narrow = x.float() if x.dtype == torch.float64 else x
-        y = layer.product(narrow.reshape(-1, x.shape[-1]), bias).to(x.dtype)
-        y = y.view(*x.shape[:-1], -1)
-        if _scatters(layer):
-            ranks = layer.shape.ranks
-            rows = ranks.rows_per_rank(len(y))
-            y = functional.pad(y, (0, 0, 0, rows * ranks.size - len(y)))
-            y = y[ranks.rank * rows : (ranks.rank + 1) * rows].contiguous()
-        return y
+        return _computed(x, layer, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -400,5 +405,8 @@ def _scatters(layer: QuantizedLinear) -> bool:
 
 
 def _product(x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:
+    wanted = x.requires_grad or (bias is not None and bias.requires_grad)
+    if not wanted or not torch.is_grad_enabled():  # as in generation, which is quick without
+        return _computed(x, layer, bias)
     y: Tensor = _Product.apply(x, layer, bias)  # type: ignore[no-untyped-call]
     return y

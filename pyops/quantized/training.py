@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -32,17 +33,16 @@ from pyops.quantized.fake_layers import (
     unround_weight,
 )
 from pyops.quantized.formats import FP8, Codes, Int8, Scheme
-from pyops.quantized.layers import linear_layers
-from pyops.quantized.linear import QuantizedLinear
-from pyops.quantized.linear_layers import (
-    chosen_layers,
+from pyops.quantized.layers import (
+    chosen,
     input_ranks,
     is_conv1d,
+    linear_layers,
     matrix,
     place_of_input,
     stacked,
-    users_of_weights,
 )
+from pyops.quantized.linear import QuantizedLinear
 from pyops.quantized.report import Report
 from pyops.tensor_parallel import Ranks, RanksLike
 
@@ -92,6 +92,10 @@ class Aware:
 
         Returns:
             {name of a layer: codes of its weight [.., out, in] as this rank has it}.
+
+        Raises:
+            RuntimeError: For weights that ZeRO stage 3 has shared out: ask within
+                optimizer.whole_parameters(), or after optimizer.close().
         """
         found = {}
         for name, fake in self._weights.items():
@@ -184,7 +188,8 @@ def aware(
         model: of pyops.models or anybody's, before an optimizer's states are sharded.
         scheme: what weights and inputs are rounded to, integers. Scales of the weights are those of
             the weights as they are in each forward.
-        only: patterns of the names of layers; None: all linear layers but the head.
+        only: patterns of the names of layers; None: all linear layers but the head and those whose
+            weight another module has, too.
         learn_steps: the scales of weights, and of static inputs, are learned (LSQ): give
             `parameters()` of what is returned to the optimizer as well.
         steps: training forwards of the whole run; needed for static inputs (`per="tensor"`).
@@ -205,8 +210,10 @@ def aware(
                 raise ValueError(
                     f"aware: {name} was converted before; train the model before it is converted"
                 )
-        layers = chosen_layers(model, only)
-        _check(model, layers, scheme, learn_steps)
+            if is_rounded(module) and (only is None or any(fnmatchcase(name, p) for p in only)):
+                raise ValueError(f"aware: {name} is rounded already; end that context first")
+        layers = chosen(model, only)
+        _check(layers, scheme, learn_steps)
         if not 0.0 <= freeze_after <= 1.0:
             raise ValueError(f"freeze_after is {freeze_after}; it is a part of all steps, 0 to 1")
         if static and not learn_steps and (steps is None or steps < 1):
@@ -223,25 +230,14 @@ def aware(
     return made
 
 
-def _check(
-    model: nn.Module, layers: dict[str, nn.Module], scheme: Scheme, learn_steps: bool
-) -> None:
+def _check(layers: dict[str, nn.Module], scheme: Scheme, learn_steps: bool) -> None:
     for format in (scheme.weights, scheme.activations):
         if isinstance(format, FP8):
             raise ValueError(f"aware rounds to whole numbers; got {format}. Take Int8, Int4, IntN")
         if learn_steps and format is not None and not format.symmetric:
             raise ValueError(f"aware: learned steps are of symmetric formats; got {format}")
-    users = users_of_weights(model)
     group = scheme.weights.group
     for name, layer in layers.items():
-        if is_rounded(layer):
-            raise ValueError(f"aware: {name} is rounded already; end that context first")
-        shared = users[id(layer._parameters["weight"])]
-        if len(shared) > 1:
-            raise ValueError(
-                f"aware: the weight of {name} is that of {' and '.join(shared)}, which would not "
-                "all be rounded; leave the layer out with only=[...]"
-            )
         width = matrix(layer).shape[1]
         if group and width % group:
             fitting = ", ".join(str(g) for g in range(2, width + 1, 2) if width % g == 0)

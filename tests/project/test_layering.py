@@ -156,7 +156,7 @@ FLOORS = {
     ],
     "quantized": [
         ["formats", "report"],
-        ["linear_layers", "linear_shape"],
+        ["linear_shape"],
         ["linear"],
         ["layers"],
         ["calibration"],

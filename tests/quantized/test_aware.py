@@ -217,8 +217,11 @@ def test_twice_and_shared_weights_are_refused():
         aware(model, Scheme())
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shared[1].weight = shared[0].weight
-    with pytest.raises(ValueError, match=r"the weight of 0 is that of 0\.weight and 1\.weight"):
-        aware(shared, Scheme())
+    with pytest.raises(ValueError, match=r"the weight of 0 is used by 1\.weight, too"):
+        aware(shared, Scheme(), only=["0"])
+    shared.append(nn.Linear(4, 4))
+    with aware(shared, Scheme()) as training:
+        assert [*training.layers] == ["2"]
 
 
 def test_an_error_within_leaves_the_model_as_it_was():

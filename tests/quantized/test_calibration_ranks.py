@@ -3,35 +3,28 @@ would have found."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pyops.optim
 from pyops.mesh import ALONE
-from pyops.models import GPT, GPTConfig
+from pyops.models import GPT
 from pyops.quantized import Codes, Int4, Int8, IntN, Scheme
 from pyops.quantized.calibration import awq, calibrate, gptq, smooth
 from pyops.quantized.training import aware
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.quantized.test_methods import CONFIG as GROUPED
+from tests.quantized.test_methods import TOKEN, codes_of, tokens
 
 pytestmark = pytest.mark.cpu_only
 
-CONFIG = GPTConfig(
-    vocab_size=31,
-    sequence_length=12,
-    num_layers=2,
-    num_heads=4,
-    dim=32,
-    hidden=64,
-    norm="rmsnorm",
-    activation="swiglu",
-    bias=False,
-)
+CONFIG = replace(GROUPED, num_kv_heads=0)
 METHODS = ("calibrate", "smooth", "awq", "gptq", "aware")
-
-
-def tokens() -> list[Tensor]:
-    return list(torch.randint(31, (4, 2, 12), generator=torch.Generator().manual_seed(2)))
 
 
 def model(group: object) -> GPT:
@@ -130,3 +123,41 @@ def test_what_is_refused_on_ranks(world):
     for body in (_refused, _sequence_parallel):
         first, second = world(2).run(body)
         assert first == second
+
+
+def trained(rank: int, group: Any) -> dict[str, Tensor]:
+    """Weights and codes after three steps with quantization in mind; `group`: ranks that share out
+    rows and, by ZeRO, parameters."""
+    made, options = GPT(CONFIG), {"lr": 0.5, "momentum": 0.9}
+    ranks = 1 if group is ALONE else dist.get_world_size(group)
+    with aware(made, TOKEN) as training:
+        if group is ALONE:
+            optimizer: Any = pyops.optim.SGD(made.parameters(), **options)
+        else:
+            config = ZeroConfig(stage=3)
+            optimizer = ZeroOptimizer(made, pyops.optim.SGD, config, group=group, **options)
+        for batch in tokens()[:3]:
+            own = batch.tensor_split(ranks)[rank]
+            optimizer.zero_grad()
+            made.loss(own, own).backward()
+            optimizer.step()
+        if group is not ALONE:
+            with pytest.raises(RuntimeError, match="whole_parameters"):
+                training.codes()
+            optimizer.close()
+        weights = {name: p.detach().clone() for name, p in made.named_parameters()}
+        training.convert()
+    return weights | codes_of(made)
+
+
+def test_training_with_parameters_shared_out(world):
+    """By ZeRO at stage 3: the weights of one process that has all rows, and their codes."""
+    expected, start = trained(0, ALONE), GPT(CONFIG).state_dict()
+    for own in world(2).run(trained):
+        assert own.keys() == expected.keys()
+        for name, b in expected.items():
+            if b.dtype == torch.int8:
+                assert (own[name] != b).double().mean() < 2e-3
+            else:
+                torch.testing.assert_close(own[name], b, rtol=1e-4, atol=1e-6)
+                assert (b - start[name]).abs().max() > 1e-4

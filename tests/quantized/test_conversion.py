@@ -40,6 +40,7 @@ SCHEMES = (
     Scheme(Int4(group=8)),
     Scheme(Int4(group=None, symmetric=False)),
     Scheme(IntN(3, group=6)),  # a group that the kernel of few rows does not take
+    Scheme(FP8()),
 )
 
 
@@ -105,11 +106,13 @@ def test_a_row_that_is_not_finite_spoils_itself_alone():
     assert torch.equal(y[rest], whole[rest])
 
 
-def test_casting_a_model_leaves_scales_as_they_are():
+@pytest.mark.parametrize("weights", [Int8(), FP8()], ids=str)
+def test_casting_a_model_leaves_codes_and_scales_as_they_are(weights):
     model = layers(32, 8)
-    convert(model, Scheme(Int8()))
+    convert(model, Scheme(weights))
     before = model[0].scales.clone()
     half = copy.deepcopy(model).to(torch.bfloat16)
+    assert half[0].codes.dtype == model[0].codes.dtype
     assert half[0].scales.dtype == torch.float32
     assert torch.equal(half[0].scales, before)
     assert half[0].bias.dtype == torch.bfloat16
@@ -253,7 +256,7 @@ REFUSED = (
     (with_nan, {}, r"the weight of 1 is nan at \[1, 3\]"),
     (lambda: layers(12, 4), {"scheme": Scheme(Int4(group=8))}, "12 inputs of 0; .*2, 4, 6, 12"),
     (lambda: layers(133_145, 1), {"scheme": W8A8}, "133145 inputs.*up to 133144"),
-    (lambda: layers(8, 4), {"scheme": Scheme(FP8())}, "no product of fp8"),
+    (lambda: layers(8, 4), {"scheme": Scheme(FP8(), FP8(per="token"))}, "no product of fp8"),
     (lambda: layers(8, 4), {"scheme": Scheme(Int4(8), Int8(per="token"))}, "weights are symmetric"),
     (lambda: layers(8, 4), {"scheme": Scheme(Int8(), Int8(per="tensor"))}, "want batches"),
     (lambda: layers(8, 4), {"only": ["block"]}, "'block' matches none of 1 linear layers"),

@@ -13,7 +13,7 @@ from pyops.quantized import Int8, IntN, decode, encode
 from pyops.quantized.calibration import awq, smooth
 from pyops.quantized.calibration.activation_aware import awq_scale, rounding_error
 from pyops.quantized.calibration.readers import readers_of_norms
-from pyops.quantized.linear_layers import chosen_layers, matrix
+from pyops.quantized.layers import chosen, matrix
 
 pytestmark = pytest.mark.cpu_only
 
@@ -51,7 +51,7 @@ MODELS = ({}, LLAMA, {**LLAMA, "num_kv_heads": 2})
 @pytest.mark.parametrize("changes", MODELS, ids=["gpt2", "llama", "grouped"])
 def test_readers_of_each_norm(changes: dict):
     model = gpt(**changes)
-    found = readers_of_norms(model, tokens()[0], chosen_layers(model, None))
+    found = readers_of_norms(model, tokens()[0], chosen(model, None))
     names = {entry.name: sorted(entry.layers) for entry in found}
     first = ["attention.qkv"] if "num_kv_heads" not in changes else ["attention.kv", "attention.q"]
     assert names == {
@@ -108,7 +108,7 @@ def test_a_norm_that_something_else_reads_stays():
 
     model = Post().eval()
     x = torch.randn(2, 3, 8)
-    found = readers_of_norms(model, x, chosen_layers(model, None))
+    found = readers_of_norms(model, x, chosen(model, None))
     assert {entry.name: list(entry.layers) for entry in found} == {"last_norm": ["two"]}
     assert list(smooth(model, [x])) == ["last_norm"]
     # The readers of a norm go together: without one of them nothing is folded
@@ -118,7 +118,8 @@ def test_a_norm_that_something_else_reads_stays():
 
 
 def test_a_weight_that_two_layers_share_stays():
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).eval()
+    pairs = (nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model = nn.Sequential(*pairs, nn.Linear(8, 3)).eval()
     model[3].weight = model[1].weight
     assert smooth(model, [torch.randn(4, 8)]) == {}
 

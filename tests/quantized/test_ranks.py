@@ -12,7 +12,7 @@ from torch import Tensor
 from pyops.adapters import LoRA
 from pyops.mesh import ALONE
 from pyops.models import GPT, GPTConfig
-from pyops.quantized import Int4, Int8, IntN, Scheme, convert, load, save
+from pyops.quantized import FP8, Int4, Int8, IntN, Scheme, convert, load, save
 from pyops.tensor_parallel import (
     ColumnConfig,
     ColumnParallelLinear,
@@ -32,6 +32,7 @@ SCHEMES = {
     "asymmetric": Scheme(Int8(), Int8(per="token", symmetric=False)),
     "few bits": Scheme(IntN(3), Int8(per="token")),
 }
+STATIC = Scheme(Int8(), Int8(per="tensor"))
 DIM, HIDDEN, TOKENS = 24, 42, 7  # 4 ranks divide neither inner width nor tokens
 
 
@@ -76,6 +77,10 @@ def outputs(rank: int, group: Any) -> dict[str, Tensor]:
         convert(alone, scheme)
         with torch.no_grad():
             found[f"{name}, moved"] = alone(inputs())
+    model = torch.nn.Sequential(mlp(group)).eval()
+    convert(model, STATIC, batches=[inputs()[:5]])
+    with torch.no_grad():
+        found["static"] = model(inputs())
     return found
 
 
@@ -104,7 +109,11 @@ CONFIG = GPTConfig(
     hidden=64, activation="swiglu", tied_head=False,
 )  # fmt: skip
 ROWS = torch.arange(12).view(2, 6) % 13
-KINDS = {"int8": SCHEMES["asymmetric"], "int4": Scheme(Int4(group=8, symmetric=False))}
+KINDS = {
+    "int8": SCHEMES["asymmetric"],
+    "int4": Scheme(Int4(group=8, symmetric=False)),
+    "fp8": Scheme(FP8()),
+}
 
 
 def folders(rank: int, group: Any, source: str, target: str | None) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@ other, and waits for its weights to be read.
     y[r, o] = bias[o] + sum over groups g of
                         s[o, g] (sum over k in g of x[r, k] (c[o, k] - z[o, g]))
 
-x stays as it is (fp32, bf16 or fp16); codes are widened in registers. A weight of one row takes the
+x stays as it is (fp32, bf16 or fp16); codes are widened in registers: whole numbers of 8 or 4 bits,
+or fp8 e4m3 (Micikevicius et al., arXiv:2209.05433), whose z is 0. A weight of one row takes the
 time of reading it: 1 or 1/2 byte, where fp32 reads 4. (Weights alone: Dettmers et al.,
 arXiv:2208.07339; Lin et al., arXiv:2306.00978, section 4.) On the CPU sums are in fp32, sixteen
 side by side, each in order and without fused multiplication: the same bits at every instruction
@@ -93,11 +94,12 @@ def _check_codes(
     if bits not in _UNITS:
         raise ValueError(f"{op}: bits must be 4 or 8; got {bits}")
     in_bytes = width if bits == 8 else (width + 1) // 2
-    kind = torch.int8 if bits == 8 and zero_points is None else torch.uint8
-    if codes.dim() != 2 or codes.shape[1] != in_bytes or codes.dtype != kind:
+    signed = (torch.int8, torch.float8_e4m3fn)
+    kinds = signed if bits == 8 and zero_points is None else (torch.uint8,)
+    if codes.dim() != 2 or codes.shape[1] != in_bytes or codes.dtype not in kinds:
         raise ValueError(
-            f"{op}: codes must be {kind} [out, {in_bytes}] for {width} inputs and {bits} bits; got "
-            f"{list(codes.shape)} {codes.dtype}"
+            f"{op}: codes must be {' or '.join(map(str, kinds))} [out, {in_bytes}] for {width} "
+            f"inputs and {bits} bits; got {list(codes.shape)} {codes.dtype}"
         )
     groups = scales.shape[1] if scales.dim() == 2 else 0
     even = bits == 8 or groups == 1 or (groups and width // groups % 2 == 0)
@@ -164,8 +166,8 @@ def code_rows_product(
 
     Args:
         x: [rows, width], fp32, bf16 or fp16; few rows, up to about `FEW`.
-        codes: int8 [out, width], or uint8 with zero points; of 4 bits uint8 [out, ceil(width / 2)],
-            two in a byte, the first in the low half.
+        codes: int8 or float8_e4m3fn [out, width], or uint8 with zero points; of 4 bits uint8
+            [out, ceil(width / 2)], two in a byte, the first in the low half.
         scales: fp32 [out, groups], groups of neighboring inputs of equal size, a multiple of 16
             (8 bits) or 8 (4 bits).
         zero_points: int32 of the scales' shape; None where symmetric.

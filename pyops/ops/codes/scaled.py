@@ -375,18 +375,11 @@ def quantize_rows_reference(
 
 
 def scale_product_reference(
-    acc: Tensor,
-    row_scales: Tensor,
-    column_scales: Tensor,
-    row_zeros: Tensor | None,
-    sums: Tensor | None,
-    bias: Tensor | None,
-    *,
-    activation: str | None,
-    dtype: torch.dtype,
+    acc: Tensor, *operands: Any, activation: str | None, dtype: torch.dtype
 ) -> Tensor:
-    """The op in plain torch."""
-    check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, activation, dtype)
+    """The op in plain torch. `operands`: row_scales, column_scales, row_zeros, sums, bias."""
+    check_sums(acc, *operands, activation=activation, dtype=dtype)
+    row_scales, column_scales, row_zeros, sums, bias = operands
     lead = acc.shape[:-1]
 
     def of_rows(t: Tensor) -> Tensor:
@@ -394,7 +387,7 @@ def scale_product_reference(
 
     if row_zeros is not None and sums is not None:
         acc = acc - of_rows(row_zeros) * sums
-    y = acc.float() * of_rows(row_scales) * column_scales
+    y: Tensor = acc.float() * of_rows(row_scales) * column_scales
     if bias is not None:
         y = y + bias
     return (y if activation is None else activate(y, activation)).to(dtype)

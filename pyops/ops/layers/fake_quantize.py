@@ -160,37 +160,24 @@ def _steps(
 
 
 def fake_quantize_reference(
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    *,
-    lo: int,
-    hi: int,
-    inner: int,
-    factor: float,
+    x: Tensor, scale: Tensor, zero: Tensor | None, *, factor: float, **places: int
 ) -> Tensor:
-    """The meaning of `fake_quantize` in plain torch, without its derivative."""
-    check_fake_quantize(x, scale, zero, lo, hi, inner)
+    """The meaning of `fake_quantize` in plain torch, without its derivative. `places`: lo, hi and
+    inner."""
+    check_fake_quantize(x, scale, zero, **places)
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    _, q, low, high, s = _steps(x, scale, zero, lo, hi, inner)
+    _, q, low, high, s = _steps(x, scale, zero, **places)
     y = torch.maximum(torch.minimum(q, high), low) * s
     return y.to(x.dtype).view(x.shape)
 
 
 def fake_quantize_backward_reference(
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    *,
-    factor: float,
-    input_grad: bool,
-    scale_grad: bool,
-    **places: int,
+    dy: Tensor, *operands: Any, factor: float, input_grad: bool, scale_grad: bool, **places: int
 ) -> tuple[Tensor, Tensor]:
     """dx of x's shape and dtype, and ds of scale's, times `factor`; [0] unless asked for.
-    `places`: lo, hi and inner."""
+    `operands`: x, scale, zero; `places`: lo, hi and inner."""
+    x, scale, zero = operands
     check_fake_quantize(x, scale, zero, **places)
     check_gradient(dy, x)
     dx, ds = torch.zeros_like(x, memory_format=torch.contiguous_format), torch.zeros_like(scale)
@@ -214,29 +201,14 @@ def check_gradient(dy: Tensor, x: Tensor) -> None:
         )
 
 
-def _fake(
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    *,
-    lo: int,
-    hi: int,
-    inner: int,
-    factor: float,
-) -> Tensor:
+def _fake(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    *,
-    input_grad: bool,
-    scale_grad: bool,
-    **_: Any,
+    dy: Tensor, *operands: Any, input_grad: bool, scale_grad: bool, **_: Any
 ) -> tuple[Tensor, Tensor]:
+    x, scale, _zero = operands
     return (
         x.new_empty(x.shape if input_grad else [0]),
         scale.new_empty(scale.shape if scale_grad else [0]),

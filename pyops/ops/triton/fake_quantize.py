@@ -25,108 +25,93 @@ MOST_TILES = 256  # of a column of tiles: as many partial sums for each scale at
 
 
 def fake_quantize(
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    *,
-    lo: int,
-    hi: int,
-    inner: int,
-    factor: float,
+    x: Tensor, scale: Tensor, zero: Tensor | None, *, factor: float, **places: int
 ) -> Tensor:
-    """y = s clamp(round(x / s), lo - z, hi - z)."""
-    check_fake_quantize(x, scale, zero, lo, hi, inner)
+    """y = s clamp(round(x / s), lo - z, hi - z). `places`: lo, hi and inner."""
+    check_fake_quantize(x, scale, zero, **places)
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(_forward, (x, y), x, scale, zero, lo, hi, inner)
+    _launch(None, (x, scale, zero), y, None, **places)
     return y
 
 
 def fake_quantize_backward(
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
+    dy: Tensor, *operands: Any, factor: float, input_grad: bool, scale_grad: bool, **places: int
+) -> tuple[Tensor, Tensor]:
+    """dx and ds, or [0]. `operands`: x, scale, zero; `places`: as forward."""
+    x, scale, zero = operands
+    check_fake_quantize(x, scale, zero, **places)
+    check_gradient(dy, x)
+    x, dy = x.contiguous(), dy.contiguous()
+    dx = torch.empty_like(x) if input_grad else None
+    ds = scale.new_zeros(scale.shape if scale_grad else [0])
+    if x.numel() and (input_grad or scale_grad):
+        grid = _Grid(x, scale.numel(), places["inner"])
+        partial = scale.new_empty(grid.partial) if scale_grad else None
+        _launch(dy, (x, scale, zero), dx, partial, **places)
+        if partial is not None:
+            sums = partial.double()
+            if places["inner"] > 1:
+                sums = sums[: grid.rows].sum(1).view(-1, scale.numel())
+            ds = (sums.sum(0) * factor).to(scale.dtype).view(scale.shape)
+    return x.new_empty(0) if dx is None else dx, ds
+
+
+class _Grid:
+    """The matrix that [outer, channels, inner] is, its tiles, and the tiles `each` that a program
+    goes down."""
+
+    def __init__(self, x: Tensor, channels: int, inner: int) -> None:
+        self.columns = inner if inner > 1 else channels
+        self.rows = x.numel() // self.columns
+        self.width = tile(self.columns, most=COLUMNS)
+        self.height = min(NUMBERS // self.width, triton.next_power_of_2(self.rows))
+        self.each = 1
+        if inner == 1:
+            self.each = triton.cdiv(triton.cdiv(self.rows, self.height), MOST_TILES)
+        self.down = triton.cdiv(self.rows, self.height * self.each)
+        self.across = triton.cdiv(self.columns, self.width)
+        self.partial = (
+            (self.down * self.height, self.across) if inner > 1 else (self.down, self.columns)
+        )
+
+
+def _launch(
+    dy: Tensor | None,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    out: Tensor | None,
+    partial: Tensor | None,
     *,
     lo: int,
     hi: int,
     inner: int,
-    factor: float,
-    input_grad: bool,
-    scale_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """dx and ds, or [0]."""
-    check_fake_quantize(x, scale, zero, lo, hi, inner)
-    check_gradient(dy, x)
-    x, dy, channels = x.contiguous(), dy.contiguous(), scale.numel()
-    dx = torch.empty_like(x) if input_grad else x.new_empty(0)
-    if not x.numel():
-        return dx, torch.zeros_like(scale) if scale_grad else scale.new_empty(0)
-    rows, columns, row_tile, width, each = _shape(x, channels, inner)
-    down, across = triton.cdiv(rows, row_tile * each), triton.cdiv(columns, width)
-    partial = scale.new_empty((down * row_tile, across) if inner > 1 else (down, columns))
-    _launch(
-        _backward,
-        (dy, x, dx, partial),
-        x,
-        scale,
-        zero,
-        lo,
-        hi,
-        inner,
-        INPUT_GRAD=input_grad,
-        SCALE_GRAD=scale_grad,
-    )
-    if not scale_grad:
-        return dx, scale.new_empty(0)
-    sums = partial.double()
-    if inner > 1:
-        sums = sums[:rows].sum(1).view(-1, channels)
-    return dx, (sums.sum(0) * factor).to(scale.dtype).view(scale.shape)
-
-
-def _shape(x: Tensor, channels: int, inner: int) -> tuple[int, int, int, int, int]:
-    """Rows and columns of the matrix, those of a tile, and the tiles that a program goes down."""
-    columns = inner if inner > 1 else channels
-    rows = x.numel() // columns
-    width = tile(columns, most=COLUMNS)
-    row_tile = min(NUMBERS // width, triton.next_power_of_2(rows))
-    each = 1 if inner > 1 else triton.cdiv(triton.cdiv(rows, row_tile), MOST_TILES)
-    return rows, columns, row_tile, width, each
-
-
-def _launch(
-    kernel: Any,
-    tensors: tuple[Tensor, ...],
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    lo: int,
-    hi: int,
-    inner: int,
-    **constants: bool,
 ) -> None:
+    x, scale, zero = operands
     if not x.numel():
         return
-    rows, columns, row_tile, width, each = _shape(x, scale.numel(), inner)
-    grid = (triton.cdiv(rows, row_tile * each) * triton.cdiv(columns, width),)
+    grid = _Grid(x, scale.numel(), inner)
     with on_device(x):
-        kernel[grid](
-            *tensors,
+        _rounded[(grid.down * grid.across,)](
+            dy,
+            x,
+            out,
+            partial,
             dense(scale),
             dense(zero),
-            rows,
-            columns,
+            grid.rows,
+            grid.columns,
             scale.numel(),
             float(lo),
             float(hi),
-            each,
+            grid.each,
             BY_ROW=inner > 1,
             HAS_ZERO=zero is not None,
             C=computed_in(x),
-            ROWS=row_tile,
-            COLUMNS=width,
-            **constants,
+            ROWS=grid.height,
+            COLUMNS=grid.width,
+            FORWARD=dy is None,
+            HAS_OUT=out is not None,
+            SCALE_GRAD=partial is not None,
         )
 
 
@@ -172,41 +157,10 @@ def _ends(zero, row, column, channels, lo, hi, HAS_ZERO: tl.constexpr, BY_ROW: t
 
 
 @triton.jit
-def _forward(
-    x,
-    y,
-    scale,
-    zero,
-    rows,
-    columns,
-    channels,
-    lo,
-    hi,
-    each,
-    BY_ROW: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    down = tl.program_id(0) // tl.cdiv(columns, COLUMNS)
-    tl.assume(each > 0)
-    for t in range(0, each):
-        row, column, at, inside = _place(rows, columns, down * each + t, ROWS, COLUMNS)
-        s = _of_channel(scale, row, column, channels, BY_ROW)
-        low, high = _ends(zero, row, column, channels, lo, hi, HAS_ZERO, BY_ROW, s)
-        a = tl.load(x + at, mask=inside, other=0.0).to(C)
-        _, q = _steps(a, s, low, high, C)
-        q = tl.where(q < low, low, q)
-        q = tl.where(q > high, high, q)
-        tl.store(y + at, (q * s).to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _backward(
+def _rounded(
     dy,
     x,
-    dx,
+    out,
     partial,
     scale,
     zero,
@@ -221,9 +175,11 @@ def _backward(
     C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INPUT_GRAD: tl.constexpr,
+    FORWARD: tl.constexpr,
+    HAS_OUT: tl.constexpr,
     SCALE_GRAD: tl.constexpr,
 ):
+    """y forward; backward dx and the sums for the scales."""
     across = tl.cdiv(columns, COLUMNS)
     down = tl.program_id(0) // across
     total = tl.zeros([ROWS, COLUMNS], dtype=C)
@@ -232,20 +188,24 @@ def _backward(
         row, column, at, inside = _place(rows, columns, down * each + t, ROWS, COLUMNS)
         s = _of_channel(scale, row, column, channels, BY_ROW)
         low, high = _ends(zero, row, column, channels, lo, hi, HAS_ZERO, BY_ROW, s)
-        g = tl.load(dy + at, mask=inside, other=0.0).to(C)
         a = tl.load(x + at, mask=inside, other=0.0).to(C)
         v, q = _steps(a, s, low, high, C)
-        if INPUT_GRAD:
-            straight = tl.where((q < low) | (q > high), 0.0, g)
-            tl.store(dx + at, straight.to(dx.dtype.element_ty), mask=inside)
-        if SCALE_GRAD:
-            slope = tl.where(q < low, low, tl.where(q > high, high, q - v))
-            total += tl.where(inside, g * slope, 0.0)
+        if FORWARD:
+            within = tl.where(q < low, low, q)
+            y = tl.where(within > high, high, within) * s
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+        else:
+            g = tl.load(dy + at, mask=inside, other=0.0).to(C)
+            if HAS_OUT:
+                straight = tl.where((q < low) | (q > high), 0.0, g)
+                tl.store(out + at, straight.to(out.dtype.element_ty), mask=inside)
+            if SCALE_GRAD:
+                slope = tl.where(q < low, low, tl.where(q > high, high, q - v))
+                total += tl.where(inside, g * slope, 0.0)
     if SCALE_GRAD:
+        row, column, at, inside = _place(rows, columns, down, ROWS, COLUMNS)
         if BY_ROW:
-            row, column, at, inside = _place(rows, columns, down, ROWS, COLUMNS)
             tl.store(partial + row * across + tl.program_id(0) % across, tl.sum(total, axis=1))
         else:
-            row, column, at, inside = _place(rows, columns, down, ROWS, COLUMNS)
             place = partial + down.to(tl.int64) * columns + column
             tl.store(place, tl.sum(total, axis=0), mask=column < columns)

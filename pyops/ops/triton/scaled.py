@@ -4,6 +4,8 @@ cache."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -65,27 +67,20 @@ def _launch(tensors, x, rows, symmetric, **constants):
 
 
 def scale_product(
-    acc: Tensor,
-    row_scales: Tensor,
-    column_scales: Tensor,
-    row_zeros: Tensor | None,
-    sums: Tensor | None,
-    bias: Tensor | None,
-    *,
-    activation: str | None,
-    dtype: torch.dtype,
+    acc: Tensor, *operands: Any, activation: str | None, dtype: torch.dtype
 ) -> Tensor:
-    """act(s (acc - z sums) t + bias)."""
-    check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, activation, dtype)
+    """act(s (acc - z sums) t + bias). `operands`: row_scales, column_scales, row_zeros, sums,
+    bias."""
+    check_sums(acc, *operands, activation=activation, dtype=dtype)
+    row_scales, _, row_zeros, _, bias = operands
     acc, rows, columns = last_dim_first(acc)
     y = acc.new_empty(acc.shape, dtype=dtype)
     if rows:
         width = tile(columns, most=COLUMNS)
-        vectors = [dense(t) for t in (row_scales, column_scales, row_zeros, sums, bias)]
         with on_device(acc):
             _scale[(triton.cdiv(rows, ROWS), triton.cdiv(columns, width))](
                 acc,
-                *vectors,
+                *map(dense, operands),
                 y,
                 rows,
                 columns,

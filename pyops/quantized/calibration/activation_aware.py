@@ -36,8 +36,8 @@ from pyops.quantized.calibration.readers import (
     readers_of_norms,
 )
 from pyops.quantized.formats import Format, decode, encode
-from pyops.quantized.linear_layers import (
-    chosen_layers,
+from pyops.quantized.layers import (
+    chosen,
     input_ranks,
     inputs_of_all,
     matrix,
@@ -140,7 +140,7 @@ def awq(
     """
     ranks = Ranks.of(group)
     with alike(model, ranks):
-        layers, given = chosen_layers(model, only), check_batches(batches, "awq")
+        layers, given = chosen(model, only), check_batches(batches, "awq")
         check_model(model, layers, "awq")
     found = [*readers_of_norms(model, given[0], layers), *readers_of_layers(model, layers)]
     first = {name: layer for e in found for name, layer in list(e.layers.items())[:1]}

@@ -33,8 +33,8 @@ from pyops.quantized.calibration.inputs import (
 from pyops.quantized.calibration.over_ranks import gathered, summed
 from pyops.quantized.calibration.rounding import GPTQConfig, gptq_codes
 from pyops.quantized.formats import FP8, Codes, Format, decode
-from pyops.quantized.linear_layers import (
-    chosen_layers,
+from pyops.quantized.layers import (
+    chosen,
     input_ranks,
     inputs_of_all,
     matrix,
@@ -137,7 +137,7 @@ def gptq_layers(
     with alike(model, ranks):
         if isinstance(format, FP8):
             raise ValueError(f"gptq rounds to whole numbers; got {format}. Take Int8, Int4 or IntN")
-        layers, given = chosen_layers(model, only), check_batches(batches, "gptq")
+        layers, given = chosen(model, only), check_batches(batches, "gptq")
         check_model(model, layers, "gptq")
         for name, layer in layers.items():
             _check(name, layer, format)

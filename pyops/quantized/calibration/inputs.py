@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import ranks_agree
 from pyops.mesh import ALONE
-from pyops.quantized.linear_layers import place_of_input
+from pyops.quantized.layers import place_of_input
 from pyops.tensor_parallel import Ranks
 
 __all__ = [

@@ -34,7 +34,7 @@ from pyops.quantized.calibration.inputs import (
 )
 from pyops.quantized.calibration.over_ranks import greatest, least
 from pyops.quantized.formats import Format, Int8, code_range, scales_of
-from pyops.quantized.linear_layers import chosen_layers, input_ranks
+from pyops.quantized.layers import chosen, input_ranks
 from pyops.tensor_parallel import Ranks, RanksLike
 
 __all__ = ["METHODS", "Calibration", "InputRange", "calibrate"]
@@ -175,7 +175,7 @@ def calibrate(
                 f'calibrate is for one scale of all inputs; got {format}. per="token" finds its '
                 "scales when the tokens come"
             )
-        layers, given = chosen_layers(model, only), check_batches(batches, "calibrate")
+        layers, given = chosen(model, only), check_batches(batches, "calibrate")
         check_model(model, layers, "calibrate")
     counts = gather(len(given), group=ranks.group)
     if len(set(counts)) > 1:

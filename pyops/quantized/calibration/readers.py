@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.quantized.calibration.inputs import Batch, run
-from pyops.quantized.linear_layers import (
+from pyops.quantized.layers import (
     matrix,
     own_inputs,
     place_of_input,

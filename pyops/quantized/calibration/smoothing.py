@@ -23,7 +23,7 @@ from pyops.quantized.calibration.readers import (
     largest_inputs,
     readers_of_norms,
 )
-from pyops.quantized.linear_layers import chosen_layers, matrix, output_ranks
+from pyops.quantized.layers import chosen, matrix, output_ranks
 from pyops.tensor_parallel import Ranks, RanksLike
 
 __all__ = ["smooth", "smoothing_scale"]
@@ -74,7 +74,7 @@ def smooth(
     with alike(model, ranks):
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha is {alpha}; it is 0 to 1")
-        layers, given = chosen_layers(model, only), check_batches(batches, "smooth")
+        layers, given = chosen(model, only), check_batches(batches, "smooth")
         check_model(model, layers, "smooth")
     found = readers_of_norms(model, given[0], layers)
     readers = {name: layer for entry in found for name, layer in entry.layers.items()}

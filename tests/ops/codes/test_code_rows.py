@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyops.ops import library
 from pyops.ops.codes.code_rows import FEW, code_rows_product, decode_rows, fits
-from pyops.quantized.formats import Int4, Int8, IntN, decode, encode, pack_nibbles
+from pyops.quantized.formats import FP8, Int4, Int8, IntN, decode, encode, pack_nibbles
 from tests.tolerance import assert_close_to_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -28,6 +28,8 @@ CASES = (
     (6, 192, 8, Int4(group=64, symmetric=False)),
     (FEW, 320, 4, Int4(group=32)),
     (1, 130, 2, Int4(group=None, symmetric=False)),
+    (1, 50, 6, FP8()),
+    (5, 37, 3, FP8()),
 )
 
 
@@ -69,7 +71,11 @@ def test_against_float64(case: tuple[Any, ...], device: torch.device, isa: str):
 @pytest.mark.cpu_only
 def test_the_same_bits_at_every_instruction_set_and_number_of_threads():
     threads = torch.get_num_threads()
-    for case in ((1, 640, 67, Int8()), (6, 640, 67, Int4(group=64, symmetric=False))):
+    for case in (
+        (1, 640, 67, Int8()),
+        (6, 640, 67, Int4(group=64, symmetric=False)),
+        (6, 650, 19, FP8()),
+    ):
         given, found = operands(*case, torch.device("cpu")), []
         for isa in library.isas():
             with library.use_isa(isa):
@@ -91,6 +97,23 @@ def test_nibbles_by_hand(device: torch.device, isa: str):
     eye = torch.eye(130, device=device)
     found: Tensor = torch.cat([code_rows_product(x[None], packed, scales, bits=4) for x in eye])
     assert torch.equal(found.flatten().cpu(), 0.5 * codes.flatten().float())
+
+
+def test_every_code_of_fp8(device: torch.device, isa: str):
+    """Each meets x that is one at a single place; the two beyond the largest number are nan."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, -1).to(device)
+    scales = torch.tensor([[0.5]], device=device)
+    expected = 0.5 * codes.float()
+    assert expected[0].isnan().sum() == 2
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(decode_rows(codes, scales, width=256), expected, **same)
+    eye = torch.eye(256, device=device)
+    for k in range(0, 256, 16):  # as many rows as are few
+        found = code_rows_product(eye[k : k + 16, k : k + 16], codes[:, k : k + 16], scales)
+        wanted = expected[0, k : k + 16].clone()
+        if wanted.isnan().any():
+            wanted[:] = torch.nan
+        torch.testing.assert_close(found[:, 0], wanted, **same)
 
 
 @pytest.mark.parametrize("case", [*CASES, (1, 30, 3, IntN(4, group=6))], ids=str)
@@ -131,7 +154,7 @@ X, CODES, SCALES = torch.zeros(1, 32), torch.zeros(2, 32, dtype=torch.int8), tor
     [
         ((X.double(), CODES, SCALES), 8, "x must be float32"),
         ((X, CODES, SCALES), 3, "bits must be 4 or 8; got 3"),
-        ((X, CODES[:, :31], SCALES), 8, r"codes must be torch.int8 \[out, 32\]"),
+        ((X, CODES[:, :31], SCALES), 8, r"codes must be torch.int8 or .*e4m3fn \[out, 32\]"),
         ((X, CODES, SCALES), 4, r"codes must be torch.uint8 \[out, 16\]"),
         ((X, CODES, torch.ones(2, 4)), 8, "equal parts of 32 inputs in multiples of 16"),
         ((X, CODES, torch.ones(2, 5)), 8, "the groups equal parts of 32 inputs"),

@@ -59,18 +59,38 @@ def test_sums():
                 assert_within_roundings(found, expected)
 
 
-def test_code_rows():
-    for bits, width, groups, symmetric in ((8, 48, 3, True), (8, 9, 1, False), (4, 11, 1, True)):
-        kept = width if bits == 8 else (width + 1) // 2
-        codes = torch.randint(0, 256, (10, kept)).to(torch.uint8)
-        scales, zeros = torch.rand(10, groups), None
-        if not symmetric:
-            zeros = torch.randint(0, 15, (10, groups)).to(torch.int32)
-        elif bits == 8:
-            codes = codes.view(torch.int8)
-        x, bias = torch.randn(2, width), torch.randn(10)
-        given = (x, codes, scales, zeros, bias)
-        found = code_rows.code_rows_product(*given, bits=bits)
-        expected = rows_contract.code_rows_product_reference(*given, bits=bits)
+# Bits, inputs, groups, whether there are zero points, x: 16 bytes that share a scale and fewer,
+# rows that end within them, more than a tile
+ROWS = (
+    (8, 48, 3, False, torch.float32),
+    (8, 9, 1, True, torch.bfloat16),
+    (4, 11, 1, False, torch.float32),
+    (4, 96, 12, True, torch.float16),
+    (4, 192, 3, False, torch.bfloat16),
+    ("e4m3", 70, 1, False, torch.float32),
+)
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_code_rows(case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code_rows, "BYTES", 32)
+    kind, width, groups, affine, dtype = case
+    bits = 4 if kind == 4 else 8
+    codes = torch.randint(0, 256, (10, width if bits == 8 else (width + 1) // 2)).to(torch.uint8)
+    scales, zeros = torch.rand(10, groups), None
+    if affine:
+        zeros = torch.randint(0, 15, (10, groups)).to(torch.int32)
+    elif kind == "e4m3":
+        codes = codes.masked_fill(codes & 127 == 127, 126).view(torch.float8_e4m3fn)
+        assert (codes.float().abs() < 2**-6).any(), "no number below the normal ones"
+    elif kind == 8:
+        codes = codes.view(torch.int8)
+    x, bias = torch.randn(3, width).to(dtype)[1:], torch.randn(10)  # begins at an odd number
+    given = (x, codes, scales, zeros, bias)
+    found = code_rows.code_rows_product(*given, bits=bits)
+    expected = rows_contract.code_rows_product_reference(*given, bits=bits)
+    if dtype == torch.float32:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
-        assert expected.abs().max() > 1
+    else:
+        assert_within_roundings(found, expected)
+    assert expected.abs().max() > 1

@@ -37,6 +37,7 @@ CASES = {
     "rows to codes bf16",
     "sums of codes bf16",
     "one row by int4 bf16",
+    "rounded back bf16",
 }
 
 
