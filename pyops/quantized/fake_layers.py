@@ -192,6 +192,11 @@ class RoundedWeight(nn.Module):
         assert own is not None
         return self._fake_weight(own)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter itself, not what the layer computes with."""
+        own = self._parameters.get(target)
+        return super().get_parameter(target) if own is None else own
+
 
 def round_weight(layer: nn.Module, fake: FakeWeight) -> None:
     """Let a layer compute with its weight as `fake` gives it back.

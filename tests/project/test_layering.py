@@ -73,7 +73,7 @@ FLOORS = {
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
     "compress": [
         ["folders", "steps"],
-        ["settings"],
+        ["settings", "use"],
         ["text"],
         ["learning", "measuring"],
         ["methods", "report"],
