@@ -151,7 +151,8 @@ FLOORS = {
     ],
     "pruning": [
         ["masks"],
-        ["nm", "packed", "ranking", "sparsity_report", "symmetries"],
+        ["packed", "ranking", "sparsity_report", "symmetries"],
+        ["nm"],
         ["permutation", "saving", "straight_through", "training"],
     ],
     "quantized": [
