@@ -38,9 +38,26 @@ TEXT, HELD_OUT = 1_500_000, 60_000  # bytes
 NEW = 32  # tokens that follow a prompt
 LEARN = {"num_steps": TAUGHT, "batch": 8}
 KEEP = {"keep": [0, 3], "lr": 1e-3, **LEARN}
+PRUNE = {"method": "prune", "lr": 1e-3, **LEARN}
+AT_ONCE = {"how": "once", "num_steps": 0}
+QUANTIZE = {"method": "quantize"}
 METHODS: dict[str, list[dict[str, Any]]] = {
     "2 of 4 layers, distilled": [{"method": "distill", "hidden": 1.0, **KEEP}],
     "2 of 4 layers, from the text alone": [{"method": "finetune", **KEEP}],
+    "pruned 0.8, at once": [{**PRUNE, "sparsity": 0.8, **AT_ONCE}],
+    "pruned 0.8, gradually": [{**PRUNE, "sparsity": 0.8}],
+    "2:4, permuted, pruned once, trained again": [
+        {**PRUNE, "pattern": "2:4", "permute": True, "how": "once"}
+    ],
+    "int8 weights": [QUANTIZE],
+    "int8 weights and inputs": [{**QUANTIZE, "activations": "token"}],
+    "int4 weights, to nearest": [{**QUANTIZE, "weights": "int4", "group": 64}],
+    "int4 weights, GPTQ": [{**QUANTIZE, "weights": "int4", "group": 64, "algorithm": "gptq"}],
+    "2 of 4 layers, pruned 0.5, int8": [
+        {"method": "distill", "hidden": 1.0, **KEEP},
+        {**PRUNE, "sparsity": 0.5},
+        {**QUANTIZE, "activations": "token"},
+    ],
 }
 
 
@@ -54,6 +71,12 @@ def made(place: Path) -> Path:
     return place / "gpt"
 
 
+def form_of_files(steps: list[dict[str, Any]]) -> str:
+    """Which form shows what pruning saves on disk."""
+    patterns = {step.get("pattern", "") for step in steps if step["method"] == "prune"}
+    return "dense" if not patterns else "2:4" if patterns == {"2:4"} else "packed"
+
+
 def compressed(folder: Path, number: int, steps: list[dict[str, Any]]) -> CompressReport:
     """What a method makes of the folder."""
     place = folder.parent
@@ -63,6 +86,7 @@ def compressed(folder: Path, number: int, steps: list[dict[str, Any]]) -> Compre
                 "model": {
                     "folder": str(folder),
                     "output": str(place / f"out{number}"),
+                    "form": form_of_files(steps),
                 },
                 "data": {
                     "train": str(place / "train.txt"),

@@ -9,6 +9,7 @@ A `Protocol` here names attributes that one subpackage sets on an object of torc
 | `part_of` | parameters | zero | optim.Adafactor |
 | `main_grad` | parameters | the user, zero | deferred, pipeline, elastic |
 | `deferred` | parameters | deferred.Deferred | linear layers |
+| `pruning_masks` | parameters | pruning.Masks | pruning, elastic |
 | `reduce_norms`, `reduce_sums`, `whole_states` | optimizers | optim, zero | optim, zero |
 | `over_shards`, `num_ranks` | optimizer classes | onebit | zero |
 | `all_reduce`, `memory`, `check_memory` | codecs | comm.PowerSGD | comm, onebit, zero |
@@ -34,6 +35,7 @@ __all__ = [
     "NormReducingOptimizer",
     "ParamGroup",
     "PartialParameter",
+    "PrunedParameter",
     "ShardableOptimizer",
     "SumReducingOptimizer",
 ]
@@ -80,6 +82,14 @@ class DeferredParameter(Protocol):
 
     deferred: Any
     """The queue that computes it, a pyops.deferred.Deferred."""
+
+
+@runtime_checkable
+class PrunedParameter(Protocol):
+    """A parameter some of whose weights are pruned, and are to stay 0."""
+
+    pruning_masks: Any
+    """What says which: a pyops.pruning.Masks."""
 
 
 @runtime_checkable

@@ -214,6 +214,7 @@ OTHERWISE = {
     "pruning.load": "the ranks that the model was made for, or this process alone",
     "pruning.save": "the ranks that the model was made for, or this process alone",
     "pipeline.profile": "measures this process alone",
+    "compress.QuantizeStep": "inputs that share a scale",
     "quantized.Int4": "inputs that share a scale",
     "quantized.IntN": "inputs that share a scale",
     "quantized.load": "the ranks that the model was made for, or this process alone",

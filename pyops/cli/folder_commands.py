@@ -88,9 +88,11 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _layout(given: argparse.Namespace) -> UseOptions:
-    from pyops.train.pretrained.folder_use import UseOptions
+    from pyops.compress import use_of
 
-    return UseOptions(given.tp, given.pp, given.precision, given.device)
+    return use_of(
+        given.folder, tp=given.tp, pp=given.pp, precision=given.precision, device=given.device
+    )
 
 
 def answer(given: argparse.Namespace) -> str:

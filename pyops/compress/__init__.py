@@ -15,8 +15,10 @@ and saves measured; `pyops compress CONFIG.toml`.
 | measuring.py | bytes, loss, accuracy, latency |
 | report.py, picture.py | the table, JSON, the picture |
 | run.py | all of it |
+| use.py | generate and eval of folders that are packed or quantized |
 """
 
+from pyops.compress.folders import load_model
 from pyops.compress.measuring import Spread
 from pyops.compress.report import CompressReport, StageReport
 from pyops.compress.run import compress
@@ -28,7 +30,15 @@ from pyops.compress.settings import (
     compress_config_of,
     load_compress_config,
 )
-from pyops.compress.steps import DistillStep, FinetuneStep, Step
+from pyops.compress.steps import (
+    DistillStep,
+    FinetuneStep,
+    LayersStep,
+    PruneStep,
+    QuantizeStep,
+    Step,
+)
+from pyops.compress.use import use_of
 
 __all__ = [
     "CompressConfig",
@@ -37,11 +47,16 @@ __all__ = [
     "CompressReport",
     "DistillStep",
     "FinetuneStep",
+    "LayersStep",
     "MeasureConfig",
+    "PruneStep",
+    "QuantizeStep",
     "Spread",
     "StageReport",
     "Step",
     "compress",
     "compress_config_of",
     "load_compress_config",
+    "load_model",
+    "use_of",
 ]

@@ -14,7 +14,7 @@ from pyops.train.report.display import describe_bytes
 __all__ = ["CompressReport", "StageReport"]
 
 COLUMNS = (
-    "", "parameters", "on disk", "in memory", "loss", "accuracy", "ms a token", "ms a batch",
+    "", "weights", "on disk", "in memory", "loss", "accuracy", "ms a token", "ms a batch",
 )  # fmt: skip
 
 
@@ -29,7 +29,9 @@ class StageReport:
     options: Mapping[str, Any]
     """Of the step."""
     num_parameters: int
-    """Weights of the whole model, those that are 0 among them."""
+    """Weights of the whole model, those that are pruned among them."""
+    num_pruned: int = 0
+    """How many of them are pruned."""
     file_bytes: int
     """Of the files that hold the weights."""
     tensor_bytes: int
@@ -79,7 +81,7 @@ class CompressReport:
         return [
             [
                 f"{number} {stage.name}" if number else stage.name,
-                f"{stage.num_parameters:,}",
+                f"{stage.num_parameters - stage.num_pruned:,}",
                 _beside(stage.file_bytes, first.file_bytes),
                 _beside(stage.tensor_bytes, first.tensor_bytes),
                 f"{stage.loss:.4f}",

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import on_first_rank, ranks_agree
-from pyops.compress.folders import file_bytes, load_model, write_model
+from pyops.compress.folders import file_bytes, form_of, load_model, write_model
 from pyops.compress.measuring import (
     Score,
     Spread,
@@ -37,7 +37,7 @@ from pyops.compress.methods.work import Facts
 from pyops.compress.picture import check_picture, draw
 from pyops.compress.report import CompressReport, StageReport
 from pyops.compress.settings import CompressConfig
-from pyops.compress.steps import DistillStep, Step
+from pyops.compress.steps import DistillStep, QuantizeStep, Step
 from pyops.compress.text import Texts
 from pyops.config import ConfigError, TrainConfig
 from pyops.hub.folder_files import FLOATING, HubError, open_weights
@@ -100,6 +100,12 @@ class _Run:
         on_first_rank(lambda: _check_output(output), group=ranks.group)
         folder = FolderModel.read(config.model.folder)
         with ranks_agree(ranks.group):
+            if (form := form_of(config.model.folder)) != "dense":
+                raise ConfigError(
+                    f"model.folder {config.model.folder} holds weights in the form {form!r}; name "
+                    "the folder that it was made of, and write all steps in one file"
+                )
+        with ranks_agree(ranks.group):
             folder.check_length(
                 data.sequence_length,
                 f"data.sequence_length is {data.sequence_length}",
@@ -151,7 +157,7 @@ class _Run:
         if teaches:
             teacher = load_model(source, ranks=ranks, device=self.texts.device, dtype=torch.float32)
         work = Work(self.model, teacher, self.texts, ranks)
-        stages = [_Stage(source, "before", None, count_parameters(work.model), 0.0, {})]
+        stages = [_Stage(source, "before", None, count_parameters(work.model))]
         for number, step in enumerate(config.steps, start=1):
             say(f"step {number} of {len(config.steps)}: {step.label}")
             started = time.perf_counter()
@@ -159,11 +165,16 @@ class _Run:
                 apply_step(work, step)
             except ConfigError as error:
                 raise ConfigError(f"step {number}: {error}") from None
-            folder = aside / str(number)
-            write_model(work.model, folder, source=source, ranks=ranks, dtype=self.dtype)
+            folder, quantizes = aside / str(number), isinstance(step, QuantizeStep)
+            form = (
+                "quantized" if quantizes else "dense" if work.masks is None else config.model.form
+            )
+            write_model(work.model, folder, source=source, ranks=ranks, form=form, dtype=self.dtype)
+            count = stages[-1].num_parameters if quantizes else count_parameters(work.model)
+            pruned = stages[-1].num_pruned if quantizes else work.num_pruned
             seconds = time.perf_counter() - started
             stages.append(
-                _Stage(folder, step.label, step, count_parameters(work.model), seconds, work.facts)
+                _Stage(folder, step.label, step, count, pruned, seconds, dict(work.facts))
             )
         said = score(work.model, self.texts, batch=config.measure.batch)
         say("measuring")
@@ -183,7 +194,8 @@ class _Run:
             if config.measure.rounds:
                 models.append(model)
         last = found[-1][0]
-        if self.dtype == torch.float32 and abs(last.loss - said.loss) > ROUNDING * said.loss:
+        as_computed = self.dtype == torch.float32 or form_of(stages[-1].folder) != "dense"
+        if as_computed and abs(last.loss - said.loss) > ROUNDING * said.loss:
             raise RuntimeError(
                 f"the model that was written has a loss of {last.loss:.6f} when it is read again, "
                 f"the one in memory {said.loss:.6f}"
@@ -230,8 +242,9 @@ class _Stage:
     name: str
     step: Step | None
     num_parameters: int
-    seconds: float
-    facts: Facts
+    num_pruned: int = 0
+    seconds: float = 0.0
+    facts: Facts = field(default_factory=dict)
 
     def report(
         self,
@@ -247,6 +260,7 @@ class _Stage:
             method="" if self.step is None else self.step.method,
             options=options,
             num_parameters=self.num_parameters,
+            num_pruned=self.num_pruned,
             file_bytes=size,
             tensor_bytes=in_memory,
             loss=said.loss,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyops.compress.steps import Step, check_order, step_kinds
+from pyops.compress.steps import PruneStep, Step, check_order, step_kinds
 from pyops.config.config_error import ConfigError, require
 from pyops.config.reading import build_section, read_tables
 
@@ -28,6 +28,7 @@ __all__ = [
     "load_compress_config",
 ]
 
+PRUNED = ("dense", "packed", "2:4")
 DTYPES = ("", "float32", "bfloat16", "float16")
 
 
@@ -41,17 +42,22 @@ class CompressModel:
         output: Folder out, which must not be there.
         dtype: Of the numbers that are written: "float32", "bfloat16" or "float16"; "": as in the
             folder. Steps compute in float32.
+        form: Of a pruned model's weights: "dense", with their zeros, for whoever reads plain
+            weights; "packed", a bit for each weight and the values that are alive; or "2:4".
+            Quantized models have a form of their own.
     """
 
     folder: str = ""
     output: str = ""
     dtype: str = ""
+    form: str = "dense"
 
     def __post_init__(self) -> None:
         for name in ("folder", "output"):
             if not getattr(self, name):
                 raise ValueError(f'{name} is ""; name the folder {NAMES[name]}')
         require(self, f"one of {', '.join(DTYPES[1:])}", ("dtype",), lambda v: v in DTYPES)
+        require(self, f"one of {', '.join(PRUNED)}", ("form",), lambda v: v in PRUNED)
         if Path(self.folder).absolute() == Path(self.output).absolute():
             raise ValueError(f"output is {self.output!r}, the folder in; name another folder")
 
@@ -138,12 +144,34 @@ class CompressConfig:
 
     def __post_init__(self) -> None:
         check_order(self.steps)
+        self._check_form()
         needy = [i for i, step in enumerate(self.steps) if step.learns or step.calibrates]
         if needy and not self.data.train:
             step = self.steps[needy[0]]
             raise ConfigError(
                 f'data.train is "", but step {needy[0] + 1} ({step.method}) needs text to '
                 f"{'learn from' if step.learns else 'calibrate on'}: name a file or a folder"
+            )
+
+    def _check_form(self) -> None:
+        form = self.model.form
+        pruning = [step for step in self.steps if isinstance(step, PruneStep)]
+        if form == "dense":
+            return
+        if not pruning:
+            raise ConfigError(
+                f'model.form is "{form}", which is of pruned models, but no step prunes; leave it '
+                "out"
+            )
+        if form == "2:4" and any(step.pattern != "2:4" for step in pruning):
+            raise ConfigError(
+                'model.form is "2:4", but a step prunes in another way; give each pattern = "2:4", '
+                'or set form to "packed"'
+            )
+        if self.model.dtype not in ("", "float32"):
+            raise ConfigError(
+                f'model.form is "{form}", whose files have the numbers that steps compute with, '
+                f'float32, but model.dtype is "{self.model.dtype}"; leave one of them out'
             )
 
 

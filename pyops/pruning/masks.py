@@ -24,7 +24,7 @@ from pyops.flat import Placement
 
 __all__ = ["Mask", "Masks", "masks_of", "pack_bits", "unpack_bits"]
 
-OWNER = "pruning_masks"  # the attribute of a parameter that has a mask
+OWNER = "pruning_masks"  # see pyops.protocols.PrunedParameter
 
 
 def pack_bits(alive: Tensor) -> Tensor:

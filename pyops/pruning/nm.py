@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import combinations, product
 
 import torch
@@ -22,8 +21,9 @@ from torch import Tensor, nn
 from pyops.flat import Placement
 from pyops.ops.sparse.nm_mask import MOST, nm_mask
 from pyops.pruning.masks import Masks, unpack_bits
+from pyops.pruning.ranking.choice import prunable
 
-__all__ = ["NM", "check_pattern", "input_dim", "nm_masks", "prunable"]
+__all__ = ["NM", "check_pattern", "input_dim", "nm_masks"]
 
 TILE = 4
 PAIRS = tuple(combinations(range(TILE), 2))
@@ -131,49 +131,6 @@ def _transposable(weight: Tensor) -> Tensor:
     return found.transpose(2, 3).reshape(*lead, rows, columns)
 
 
-def prunable(model: nn.Module, only: Sequence[str] | None = None) -> dict[str, nn.Parameter]:
-    """The parameters of a model that a pattern is for, by name.
-
-    Args:
-        model: Any.
-        only: Patterns of names of parameters, or of layers, "blocks.*"; None: every matrix and
-            convolution's kernel that requires a gradient, but for embeddings, positions, depthwise
-            kernels and the last layer.
-
-    Raises:
-        ValueError: For a pattern that matches nothing.
-    """
-    named = dict(model.named_parameters())
-    if only is not None:
-        chosen: set[str] = set()
-        for text in only:
-            found = {n for n in named if fnmatchcase(n, text) or fnmatchcase(n, f"{text}.weight")}
-            found = {n for n in found if named[n].dim() > 1}
-            if not found:
-                raise ValueError(
-                    f"only: {text!r} matches no matrix of the {len(named)} parameters, such as "
-                    f"{', '.join(list(named)[:3])}; write * for any part of a name"
-                )
-            chosen |= found
-        return {name: named[name] for name in named if name in chosen}
-    skipped = {
-        id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name.startswith(("embedding.", "head.output.")) or "embed" in name
-    }
-    matrices = {
-        name: parameter
-        for name, parameter in named.items()
-        if name.endswith("weight")
-        and parameter.dim() > 1
-        and parameter.requires_grad
-        and id(parameter) not in skipped
-        and not (parameter.dim() > 3 and parameter.shape[1] == 1)
-    }
-    last = list(matrices)[-1:] if not hasattr(model, "head") else []
-    return {name: parameter for name, parameter in matrices.items() if name not in last}
-
-
 def check_pattern(model: nn.Module, pattern: NM, names: Sequence[str]) -> None:
     """Raise ValueError unless every parameter can have the pattern, on this rank and whole.
 
@@ -204,7 +161,8 @@ def nm_masks(
     Args:
         model: Any; whole, or cut by tensor parallelism, on all ranks alike.
         pattern: None: NM(2, 4).
-        only: As of `prunable`.
+        only: Patterns of names of parameters or layers, ["blocks.*"]; None: matrices and
+            convolution kernels but embeddings, depthwise kernels and the last layer.
 
     Returns:
         The masks, of weights that are 0 from now on.

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from pyops.pruning.masks import Masks, masks_of
-from pyops.pruning.nm import NM, check_pattern, nm_masks, prunable
+from pyops.pruning.nm import NM, check_pattern, nm_masks
+from pyops.pruning.ranking.choice import prunable
 
 __all__ = ["SparseTraining", "sparse_training", "sparse_weight"]
 
@@ -162,8 +163,6 @@ def sparse_training(
     decoupled = optimizer is not None if decoupled is None else decoupled
     decay = (1.0 if decoupled else 2e-4) if decay is None else decay
     chosen = prunable(model, only)
-    if not chosen:
-        raise ValueError(f"{type(model).__name__} has no matrix to train with {pattern} weights")
     if not decay >= 0.0:
         raise ValueError(f"decay is {decay}; give 0 or more")
     if any(RULES in module.__dict__ for module in model.modules()):
@@ -171,12 +170,6 @@ def sparse_training(
     if masked := [name for name in masks_of(model) if name in chosen]:
         raise ValueError(f"{masked[0]} has a mask already; call release() of its masks first")
     check_pattern(model, pattern, list(chosen))
-    for name, parameter in chosen.items():
-        if not parameter.requires_grad or not parameter.is_floating_point():
-            raise ValueError(
-                f"{name} is {parameter.dtype} with requires_grad={parameter.requires_grad}, and "
-                "can't be trained; leave it out by `only`"
-            )
     if decoupled:
         _check_optimizer(optimizer, chosen)
     found = SparseTraining(model, pattern, list(chosen), 0.0 if decoupled else decay)

@@ -155,13 +155,14 @@ def check_scheme(scheme: Scheme, method: str = "nearest") -> None:
         )
 
 
-def check_layer(name: str, layer: nn.Module, scheme: Scheme) -> None:
+def check_layer(name: str, layer: nn.Module, scheme: Scheme, *, finite: bool = True) -> None:
     """Raise ValueError unless a layer can be converted.
 
     Args:
         name: Of the layer.
         layer: One of `linear_layers`.
         scheme: Of weights and activations.
+        finite: Whether its weight has to be: False where other numbers will replace it.
     """
     shape, weight, weights = shape_of(layer), upright_weight(layer), scheme.weights
     require_memory(layer.weight, f"convert: the weight of {name}")  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ def check_layer(name: str, layer: nn.Module, scheme: Scheme) -> None:
     if not weight.is_floating_point():
         raise ValueError(f"convert: the weight of {name} is {weight.dtype}, not floating-point")
     bad = ~torch.isfinite(weight)
-    if bad.any():
+    if finite and bad.any():
         place = [int(i) for i in bad.nonzero()[0]]
         raise ValueError(
             f"convert: the weight of {name} is {weight[tuple(place)].item()} at {place}; a layer "

@@ -193,9 +193,9 @@ class RoundedWeight(nn.Module):
         return self._fake_weight(own)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The parameter itself, for what asks the layer where its ranks hold it."""
-        found = self._parameters.get(target)
-        return super().get_parameter(target) if found is None else found
+        """The parameter itself, not what the layer computes with."""
+        own = self._parameters.get(target)
+        return super().get_parameter(target) if own is None else own
 
 
 def round_weight(layer: nn.Module, fake: FakeWeight) -> None:

@@ -28,7 +28,7 @@ from pyops.flat import Placement
 from pyops.ops.memory import require_memory
 from pyops.quantized.conversion import check_layer, nearest_codes, replace_layer
 from pyops.quantized.formats import FP8, Format, Int4, Int8, IntN, Scheme
-from pyops.quantized.layers import linear_layers, ranks_of
+from pyops.quantized.layers import linear_layers, ranks_of, upright_weight
 from pyops.quantized.linear import QuantizedLinear
 from pyops.tensor_parallel import Ranks, RanksLike
 
@@ -169,6 +169,7 @@ def load(model: nn.Module, folder: Path | str, *, group: RanksLike = None) -> nn
     layers = linear_layers(model)
     for name, scheme in schemes.items():
         if name in layers:
+            upright_weight(layers[name]).zero_()  # may be memory that was never written
             codes = nearest_codes(layers[name], scheme.weights)
             replace_layer(model, name, scheme, codes, _no_range(scheme, codes.scales))
     with ranks_agree(ranks.group), safe_open(folder / WEIGHTS, "pt") as opened:
@@ -231,7 +232,7 @@ def _check_model(
                     f"{there.scheme}; load them into a model that was not converted"
                 )
         elif name in layers:
-            check_layer(name, layers[name], scheme)
+            check_layer(name, layers[name], scheme, finite=False)
         else:
             raise ValueError(
                 f"{folder} has codes of {name}, which {type(model).__name__} does not have; load "

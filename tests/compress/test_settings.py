@@ -43,6 +43,11 @@ def test_the_example_is_read():
 FINETUNE = {"method": "finetune"}
 
 
+PRUNE = {"method": "prune", "sparsity": 0.5}
+QUANTIZE = {"method": "quantize"}
+KEEP = {"method": "distill", "keep": [0]}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -71,6 +76,34 @@ FINETUNE = {"method": "finetune"}
         ),
         (tables(FINETUNE, data={"validation_fraction": 1.0}), "data.validation_fraction is 1.0"),
         (tables(FINETUNE, measure={"rounds": -1}), "measure.rounds is -1; it must be 0 or more"),
+        (tables({"method": "prune"}), "sparsity is 0 and pattern ''; give one of them"),
+        (tables({**PRUNE, "pattern": "2:4"}), "sparsity is 0.5 and pattern '2:4'; give one"),
+        (tables({"method": "prune", "pattern": "half"}), "pattern is 'half'; write n of m"),
+        (tables({**PRUNE, "sparsity": 1.0}), "sparsity is 1.0; it must be 0 or more, less than 1"),
+        (tables({**PRUNE, "permute": True}), "permute is true, but pattern is ''"),
+        (tables({**PRUNE, "least": 0.1}), "least is 0.1, but scope is 'layer'"),
+        (tables({**PRUNE, "how": "slowly"}), "how is 'slowly'; it must be one of gradual, once"),
+        (tables({**QUANTIZE, "weights": "int5"}), "weights is 'int5'; it must be one of"),
+        (tables({**QUANTIZE, "weights": "int4", "activations": "token"}), "whose products take"),
+        (tables({**QUANTIZE, "algorithm": "awq", "num_steps": 3}), "is rounded to nearest"),
+        (tables(QUANTIZE, PRUNE), "step 2 (prune) follows step 1 (quantize), whose codes"),
+        (tables(PRUNE, QUANTIZE, FINETUNE), "step 3 (finetune) follows step 2 (quantize)"),
+        (tables(PRUNE, KEEP), "step 2 (distill) follows step 1 (prune), and keep is [0]: masks"),
+        (tables(PRUNE, {**FINETUNE, "rank": 2}), "adapters would fill the pruned weights"),
+        (tables(PRUNE, {**QUANTIZE, "algorithm": "gptq"}), "moves pruned weights, too"),
+        (
+            tables(PRUNE, {**PRUNE, "sparsity": 0.4}),
+            "sparsity is 0.4, there 0.5; give a larger one",
+        ),
+        (tables(PRUNE, {**PRUNE, "sparsity": 0.8, "only": ["*.up*"]}), "only is ('*.up*',), there"),
+        (tables(PRUNE, {"method": "prune", "pattern": "2:4"}), "pattern is '2:4', there ''"),
+        (tables(*[{"method": "prune", "pattern": "2:4"}] * 2), "so that some of what is pruned"),
+        (tables(FINETUNE, model={"form": "packed"}), "but no step prunes; leave it out"),
+        (tables(PRUNE, model={"form": "2:4"}), "but a step prunes in another way"),
+        (
+            tables({**QUANTIZE, "algorithm": "gptq"}, data={"train": "", "held_out": "h.txt"}),
+            "step 1 (quantize) needs text to calibrate on",
+        ),
         ({"step": [FINETUNE], "data": {"train": "t"}}, 'model.folder is ""'),
     ],
 )

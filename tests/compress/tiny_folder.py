@@ -55,7 +55,11 @@ def run_of(folder: Path, output: str, *steps: dict[str, Any], **sections: Any) -
     measure = {"rounds": 0, "picture": False, "new_tokens": 4}
     return compress_config_of(
         {
-            "model": {"folder": str(folder), "output": str(place / output)},
+            "model": {
+                "folder": str(folder),
+                "output": str(place / output),
+                **sections.get("model", {}),
+            },
             "data": {**data, **sections.get("data", {})},
             "measure": {**measure, **sections.get("measure", {})},
             "step": list(steps),

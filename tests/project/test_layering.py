@@ -73,7 +73,7 @@ FLOORS = {
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
     "compress": [
         ["folders", "steps"],
-        ["settings"],
+        ["settings", "use"],
         ["text"],
         ["learning", "measuring"],
         ["methods", "report"],
@@ -151,7 +151,8 @@ FLOORS = {
     ],
     "pruning": [
         ["masks"],
-        ["nm", "packed", "ranking", "sparsity_report", "symmetries"],
+        ["packed", "ranking", "sparsity_report", "symmetries"],
+        ["nm"],
         ["permutation", "saving", "straight_through", "training"],
     ],
     "quantized": [

@@ -17,6 +17,7 @@ from pyops.models import GPT, GPTConfig
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, parallelize
 from pyops.pruning import Masks, hold, magnitude, masks_from_state, masks_state
+from pyops.tensor_parallel import RowParallelLinear
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.parallel.test_trainer import rows_for
 from tests.parallel.tiny_transformers import make_model
@@ -109,6 +110,22 @@ def of_layouts(rank: int, group: dist.ProcessGroup, scopes: list[str]) -> list[s
             compare("ZeRO 3 by tensor parallel", model, whole[scope], scope, zero)
             zero.close()
     return wrong
+
+
+def tied_rows(rank: int, group: dist.ProcessGroup) -> list[int]:
+    """Which rows stay of 16 of the same 2,048 numbers, each in an order of its own. Their squares
+    sum up to one number of 35 bits: exact in float64, and not in fp32, part by part."""
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randint(2048, 4096, (2048,), generator=generator) / 4096
+    rows = [numbers[torch.randperm(2048, generator=generator)] for _ in range(16)]
+    layer = RowParallelLinear(2048, 16, bias=False, group=group)
+    layer.weight.data.copy_(layer.placements["weight"].take(torch.stack(rows)))
+    masks = magnitude(layer, 0.5, scope="rows", only=["weight"], group=group)
+    return masks["weight"].alive().all(1).nonzero().view(-1).tolist()
+
+
+def test_norms_of_rows_do_not_depend_on_who_holds_them(world):
+    assert world(2).run(tied_rows) == [list(range(8))] * 2
 
 
 def _state(bits: Bits) -> dict[str, Any]:

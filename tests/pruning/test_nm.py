@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pyops.models import GPT, GPTConfig
-from pyops.pruning import NM, nm_masks, sparse_weight
-from pyops.pruning.nm import PATTERNS, prunable
+from pyops.pruning import NM, magnitude, nm_masks, sparse_weight
+from pyops.pruning.nm import PATTERNS
+from pyops.pruning.ranking.choice import prunable
 
 pytestmark = pytest.mark.cpu_only
 
@@ -113,6 +114,35 @@ def test_pruning_once():
         assert bool((least.unflatten(1, (-1, 4)).amin(2) >= smallest).all())
 
 
+class RelativeBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(8, 8), RelativeBias()
+        self.conv, self.depthwise = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+        self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.two_bias = nn.Parameter(torch.ones(2, 8))
+
+
+def test_one_rule_says_which_parameters_are_pruned():
+    """A pattern leaves out what has one input besides what magnitude leaves out."""
+    matrices = {"conv.weight", "linear.weight"}
+    assert set(prunable(Mixed())) == matrices
+    assert set(magnitude(Mixed(), 0.5)) == matrices | {"depthwise.weight"}
+    everything = {"words.weight", "places.weight", "depthwise.weight", "head.weight", *matrices}
+    assert set(magnitude(Mixed(), 0.5, only=["*"])) == everything
+    for only in (["linear"], ["lin*.weight"], ["linear.weight"]):
+        assert set(nm_masks(Mixed(), only=only)) == {"linear.weight"}
+        assert set(magnitude(Mixed(), 0.5, only=only)) == {"linear.weight"}
+    with pytest.raises(ValueError, match=r"depthwise.weight can't be 2:4: its 1 inputs"):
+        nm_masks(Mixed(), only=["depthwise"])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -122,10 +152,10 @@ def test_pruning_once():
             lambda: nm_masks(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), NM(2, 4)),
             r"0.weight can't be 2:4: its 6 inputs are no multiple of 4 \(it is \(4, 6\) here",
         ),
-        (lambda: nm_masks(small(), only=["blocks.7.*"]), r"only: 'blocks.7.\*' matches no matrix"),
+        (lambda: nm_masks(small(), only=["blocks.7.*"]), r"only: 'blocks.7.\*' matches none of"),
         (
             lambda: nm_masks(small().requires_grad_(False), only=["blocks.*"]),
-            r"is frozen \(requires_grad=False\)",
+            r"only: blocks.0.attention.qkv.weight is frozen or quantized",
         ),
     ],
 )

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.mesh import ALONE
 from pyops.models import GPT, GPTConfig
 from pyops.quantized import FP8, Int4, Int8, IntN, Scheme, decode, encode
 from pyops.quantized.formats import extremes, scales_of, to_codes
 from pyops.quantized.training import aware
+from pyops.tensor_parallel import clip_grad_norm_
 
 pytestmark = pytest.mark.cpu_only
 
@@ -173,6 +175,7 @@ def test_of_models_of_pyops_and_in_float64():
             for n in ("attention.q", "attention.kv", "attention.output", "mlp.up", "mlp.down")
         }
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+        assert clip_grad_norm_(model, 1.0, group=ALONE) > 0  # asks layers for their parameters
         with torch.no_grad():
             y = model(tokens)
         codes = training.codes()

@@ -11,8 +11,17 @@ from torch import nn
 
 from pyops.comm.agreement import gather
 from pyops.compress.methods.learned import distill, finetune
+from pyops.compress.methods.pruned import prune
+from pyops.compress.methods.quantized import quantize
 from pyops.compress.methods.work import Facts, Work
-from pyops.compress.steps import DistillStep, FinetuneStep, LayersStep, Step
+from pyops.compress.steps import (
+    DistillStep,
+    FinetuneStep,
+    LayersStep,
+    PruneStep,
+    QuantizeStep,
+    Step,
+)
 from pyops.config import ConfigError
 
 __all__ = ["METHODS", "apply_step", "check_step"]
@@ -20,6 +29,8 @@ __all__ = ["METHODS", "apply_step", "check_step"]
 METHODS: dict[type[Step], Callable[[Work, Any], Facts]] = {
     DistillStep: distill,
     FinetuneStep: finetune,
+    PruneStep: prune,
+    QuantizeStep: quantize,
 }
 
 
@@ -65,6 +76,7 @@ def apply_step(work: Work, step: Step) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{step.label}: {error}") from None
     work.model.eval()
+    work.check_masks()
     changed = gather(_digest(work.model) != before, group=work.ranks.group)
     if not any(changed):
         raise ConfigError(

@@ -51,7 +51,7 @@ from pyops.elastic.policy.freeze_policies import Policy, decide_together
 from pyops.elastic.runtime.layout_change import LayoutChange
 from pyops.elastic.runtime.rank_runtime import RankRuntime, RuntimeOptions
 from pyops.elastic.runtime.replica_worker import MakeOptimizer
-from pyops.elastic.runtime.run_checks import check_agreed, check_run, plain
+from pyops.elastic.runtime.run_checks import check_agreed, check_run, plain, why_not_moved
 from pyops.elastic.runtime.run_state import run_of, saved, states_of
 from pyops.elastic.runtime.scoring import scored
 from pyops.mesh import check_initialized
@@ -441,9 +441,10 @@ class Elastic:
         Where no step was taken since the last decision, the policy is asked at the next one.
 
         Raises:
-            ValueError: On every rank for policies that disagree.
+            ValueError: On every rank for policies that disagree, and for layers that were pruned
+                meanwhile.
         """
-        self._catch_up("decide")
+        self._catch_up("decide", why_not_moved(self.layers))
         self._since = 0
         if self.policy is None or self.frozen == self.blocks or (norms := self._norms()) is None:
             return None
@@ -459,10 +460,10 @@ class Elastic:
         seconds = max(gather(time.perf_counter() - started, group=self._groups.control_group))
         return LayoutChange(frozen, before, self.layout, seconds, reason)
 
-    def _catch_up(self, what: str) -> None:
+    def _catch_up(self, what: str, error: Exception | None = None) -> None:
         """Idle ranks come to where the others stopped, which may be short of the decision. A
-        collective."""
-        self._runtime.barrier(what, self._runtime.failure)
+        collective, which raises on all the error of one."""
+        self._runtime.barrier(what, self._runtime.failure or error)
         if self.layout.active == self.ranks:
             return
         place = gather(
@@ -518,9 +519,10 @@ class Elastic:
 
         Raises:
             ValueError: On every rank alike and before anything is changed, for the state of another
-                model, other data, another policy, or of a run that is not elastic.
+                model, other data, another policy, or of a run that is not elastic, and for layers
+                that were pruned meanwhile.
         """
-        self._runtime.barrier("load_state_dict")
+        self._runtime.barrier("load_state_dict", why_not_moved(self.layers))
         with ranks_agree(self._groups.control_group):
             packing, layout, states = self._read(state)
         run = state["elastic"]

@@ -13,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pyops.comm.agreement import check_same
 from pyops.elastic.config import ElasticConfig, ElasticData, ElasticRun
+from pyops.protocols import PrunedParameter
 
-__all__ = ["check_agreed", "check_run", "plain"]
+__all__ = ["check_agreed", "check_run", "plain", "why_not_moved"]
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -33,8 +34,8 @@ def check_run(
     Raises:
         ValueError: for numbers that can't be or don't fit each other, a cache beside a context,
             parameters that are of two
-            layers, not to be trained, or given values by nothing, layers on another device, and
-            norms over the rows of a batch.
+            layers, not to be trained, pruned, or given values by nothing, layers on another device,
+            and norms over the rows of a batch.
     """
     if len(layers) < 3:
         raise ValueError(
@@ -104,6 +105,8 @@ def _check_tensors(
     layers: Mapping[str, nn.Module], *, device: torch.device, has_initialize: bool
 ) -> None:
     """What `check_run` says of parameters and buffers."""
+    if (problem := why_not_moved(layers)) is not None:
+        raise problem
     owner: dict[int, str] = {}
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters():
@@ -141,6 +144,23 @@ def _check_tensors(
                     f"{name}.{own} is on {tensor.device}, but device is {device}; move "
                     "it, or give run=ElasticRun(device=...)"
                 )
+
+
+def why_not_moved(layers: Mapping[str, nn.Module]) -> ValueError | None:
+    """What forbids that layers go to other ranks: masks of pruning, which would be left behind.
+
+    Args:
+        layers: By name.
+    """
+    for name, layer in layers.items():
+        for own, parameter in layer.named_parameters():
+            if isinstance(parameter, PrunedParameter):
+                return ValueError(
+                    f"{name}.{own} has masks of pruning, which do not follow a layer to other "
+                    "ranks, where pruned weights would grow again; call release() of its masks, "
+                    "and prune after the elastic run"
+                )
+    return None
 
 
 def _check_norms(name: str, layer: nn.Module) -> None:
