@@ -182,7 +182,7 @@ def _model(
     given: argparse.Namespace,
 ) -> tuple[ModelShape | ImageShape, dict[str, Any] | None, dict[str, Any]]:
     """The shape, the section [model] of a file that trains it, and what else is known of it."""
-    from pyops.plan import ModelShape, PlanError
+    from pyops.plan import ModelShape, PlanError, decoder_of_folder
 
     if given.model.startswith(OF_IMAGES) and not os.path.exists(given.model):
         return _of_images(given), None, {}
@@ -208,10 +208,10 @@ def _model(
             section = {"sequence_length": model.sequence_length, **section}
         else:
             folder = config.model_folder
-            shape = ModelShape.of_folder(folder.folder).with_sequence(folder.sequence_length)
+            shape = decoder_of_folder(folder.folder).with_sequence(folder.sequence_length)
             section = asdict(folder)
     else:
-        shape = ModelShape.of_folder(given.model)
+        shape = decoder_of_folder(given.model)
         is_folder = os.path.isdir(given.model)
         section = {"folder": given.model} if is_folder else None
     if section is None or "folder" in section:

@@ -20,6 +20,8 @@ corpus.bigram_loss                                                # what a byte-
 
 load_digits(), load_characters()                             # images of 8 x 8 pixels, to train on
                                                              # and held out
+Mixing(mixup=0.8).apply(own, others, ...)                    # images of a step mixed by two, the
+                                                             # same ones on any layout
 prepare_passages(DataConfig(), vocab_size=1024, length=64)   # code, and which family of modules it
                                                              # is from
 """
@@ -30,7 +32,7 @@ from pyops.data.cache import Corpus, prepare
 from pyops.data.characters import load_characters
 from pyops.data.corpus import CorpusError, DataConfig, Document, find_documents
 from pyops.data.digits import load_digits
-from pyops.data.images import Images
+from pyops.data.images import Images, Mixing
 from pyops.data.packing import PackedBatches, PackedRows, pack, packed_validation_rows
 from pyops.data.passages import Passages, prepare_passages
 from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
@@ -43,6 +45,7 @@ __all__ = [
     "DataConfig",
     "Document",
     "Images",
+    "Mixing",
     "PackedBatches",
     "PackedRows",
     "PairTokenizer",

@@ -7,7 +7,7 @@
 
 | file | what it holds |
 |---|---|
-| shapes/ | a model as numbers: a decoder, a CoAtNet |
+| shapes/ | a model as numbers: a decoder, a CoAtNet; a decoder with experts, counted alone |
 | clusters.py, data/ | devices and links, from TOML; each figure with its source |
 | layout.py | one way to share a training out; what the training program does |
 | costs/ | bytes of a rank and seconds of a step, term by term: what is computed, messages, turns |
@@ -23,6 +23,7 @@ what is predicted.
 
 from pyops.plan.clusters import Cluster, Device, Efficiency, Host, Link, cluster_names, load_cluster
 from pyops.plan.costs.computing import Case
+from pyops.plan.costs.experts import expert_state_bytes
 from pyops.plan.costs.images import ImageCase, image_memory, image_step
 from pyops.plan.costs.measured import Line, MeasuredCosts, MeasuredLayers
 from pyops.plan.costs.rank_memory import Memory, memory
@@ -39,7 +40,15 @@ from pyops.plan.measuring.machine import Machine
 from pyops.plan.measuring.profiled import ProfiledCosts
 from pyops.plan.pictures import draw
 from pyops.plan.result import Plan, best
-from pyops.plan.shapes import ImageShape, ModelShape, PlanError
+from pyops.plan.shapes import (
+    Experts,
+    ExpertShape,
+    ImageShape,
+    LatentAttention,
+    ModelShape,
+    PlanError,
+    decoder_of_folder,
+)
 from pyops.plan.show import explain, summary, table
 
 __all__ = [
@@ -51,10 +60,13 @@ __all__ = [
     "Cluster",
     "Device",
     "Efficiency",
+    "ExpertShape",
+    "Experts",
     "Failures",
     "Host",
     "ImageCase",
     "ImageShape",
+    "LatentAttention",
     "Layout",
     "Line",
     "Link",
@@ -75,7 +87,9 @@ __all__ = [
     "best",
     "cluster_names",
     "compute_optimal",
+    "decoder_of_folder",
     "draw",
+    "expert_state_bytes",
     "explain",
     "gustafson",
     "image_memory",

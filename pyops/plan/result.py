@@ -27,7 +27,7 @@ from pyops.plan.layouts.pricing import Priced
 from pyops.plan.layouts.reasons import strategies_of
 from pyops.plan.layouts.search import Found, search
 from pyops.plan.settings import BLOCKS, as_python, codec_code, parallel_plan, sections, toml_text
-from pyops.plan.shapes import ImageShape, ModelShape, PlanError, count
+from pyops.plan.shapes import ExpertShape, ImageShape, ModelShape, PlanError, count
 
 __all__ = ["Plan", "best"]
 
@@ -298,7 +298,7 @@ def _table_of(cluster: Cluster) -> dict[str, Any]:
 
 
 def best(
-    shape: ModelShape | ImageShape,
+    shape: ModelShape | ImageShape | ExpertShape,
     cluster: Cluster,
     options: Options | None = None,
     *,
@@ -308,7 +308,7 @@ def best(
     """The layout whose steps are fastest, of those that fit.
 
     Args:
-        shape: Of the model.
+        shape: Of the model; one with experts is refused.
         cluster: The devices and links.
         options: The batch, the precision, what is fixed.
         software: What trains it.
@@ -319,6 +319,8 @@ def best(
         PlanError: Nothing fits, naming the nearest and what is missing; or options that make no
             sense.
     """
+    if isinstance(shape, ExpertShape):
+        raise shape.refusal()
     options = options or Options()
     options.validate()
     case = _case(shape, cluster, software, options, measured)

@@ -159,8 +159,8 @@ def test_a_missing_size_is_named():
 
 
 def test_an_unknown_kind_of_model_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    with pytest.raises(PlanError, match="model_type 'mixtral', whose costs are not known; known"):
+    (tmp_path / "config.json").write_text('{"model_type": "jamba"}')
+    with pytest.raises(PlanError, match="model_type 'jamba', whose costs are not known; known"):
         ModelShape.of_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PlanError, match="is no JSON"):

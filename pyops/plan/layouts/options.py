@@ -56,6 +56,11 @@ class Options:
             raise PlanError(
                 f"optimizer_bytes is {self.optimizer_bytes!r}; give 8 for Adam, 4 for momentum, 0"
             )
+        if "ep" in self.fixed:
+            raise PlanError(
+                f"fixed has ep={self.fixed['ep']!r}: pyops has no layer of experts and no expert "
+                "parallelism; leave ep out"
+            )
         if strange := sorted(set(self.fixed) - set(Layout.__dataclass_fields__)):
             raise PlanError(
                 f"fixed has {strange[0]!r}, which a layout has not; it has "

@@ -8,7 +8,6 @@ h width, a heads of width w, k heads of keys and values, f width inside the MLP,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 
 from pyops.hub.config_fields import ConfigFields
 from pyops.models import GPTConfig
-from pyops.plan.shapes.numbers import PlanError, check_whole
+from pyops.plan.shapes.numbers import PlanError, check_whole, config_values
 
-__all__ = ["ModelShape"]
+__all__ = ["EXPERT_KINDS", "ModelShape", "gated_decoder"]
 
 
 # What a config.json of transformers calls the sizes, by its model_type. These have blocks of an
@@ -26,6 +25,8 @@ __all__ = ["ModelShape"]
 GATED = ("llama", "mistral", "qwen2")
 BIASED_QUERIES = ("qwen2",)
 KINDS = ("gpt2", *GATED)
+EXPERT_KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""The model_type of a config.json of transformers that `ExpertShape.of_config` reads."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,12 @@ class ModelShape:
             HubError: A field is missing, or has a value of another type.
         """
         kind = values.get("model_type")
+        if kind in EXPERT_KINDS:
+            raise PlanError(
+                f"config.json has model_type {kind!r}, whose blocks have experts: pyops has no "
+                "layer of experts and no expert parallelism (ep), so there is no layout to choose; "
+                "ExpertShape.of_config counts parameters and operations"
+            )
         if kind not in KINDS:
             raise PlanError(
                 f"config.json has model_type {kind!r}, whose costs are not known; known are "
@@ -270,24 +277,7 @@ class ModelShape:
                 hidden=read.integer("n_inner", 0, optional=True),
                 name=name,
             )
-        heads = read.integer("num_attention_heads")
-        return cls(
-            num_layers=read.integer("num_hidden_layers"),
-            dim=read.integer("hidden_size"),
-            num_heads=heads,
-            vocab_size=read.integer("vocab_size"),
-            sequence_length=read.positions("max_position_embeddings"),
-            num_kv_heads=read.integer("num_key_value_heads", heads, optional=True),
-            head_dim=read.integer("head_dim", 0, optional=True),
-            hidden=read.integer("intermediate_size"),
-            gated=True,
-            bias=False,
-            rms_norm=True,
-            qkv_bias=kind in BIASED_QUERIES,
-            tied_head=read.flag("tie_word_embeddings", False),
-            learned_positions=False,
-            name=name,
-        )
+        return gated_decoder(read, qkv_bias=kind in BIASED_QUERIES, name=name)
 
     @classmethod
     def of_folder(cls, path: Path | str) -> ModelShape:
@@ -299,20 +289,8 @@ class ModelShape:
         Raises:
             PlanError: There is no such file, it is not JSON, or of an unknown kind.
         """
-        path = Path(path)
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            values = json.loads(file.read_text())
-        except OSError as error:
-            raise PlanError(
-                f"{file} can't be read: {error.strerror}; name a Hugging Face folder, a "
-                "config.json, or a TOML file with [model]"
-            ) from None
-        except ValueError as error:
-            raise PlanError(f"{file} is no JSON: {error}; fetch it again") from None
-        if not isinstance(values, dict):
-            raise PlanError(f"{file} holds no table of fields; fetch it again")
-        return cls.of_config(values, name=file.parent.name if path.is_dir() else path.stem)
+        values, name = config_values(path)
+        return cls.of_config(values, name=name)
 
     @classmethod
     def of_numbers(cls, values: Mapping[str, Any]) -> ModelShape:
@@ -337,3 +315,34 @@ class ModelShape:
             if type(value) is not kind:
                 raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
         return cls(**values)
+
+
+def gated_decoder(read: ConfigFields, *, qkv_bias: bool, name: str) -> ModelShape:
+    """The shape of a Llama and what is like it, by its config.json.
+
+    Args:
+        read: The file.
+        qkv_bias: Whether queries, keys and values have biases.
+        name: What the tables call it.
+
+    Raises:
+        HubError: A field is missing, or has a value of another type.
+    """
+    heads = read.integer("num_attention_heads")
+    return ModelShape(
+        num_layers=read.integer("num_hidden_layers"),
+        dim=read.integer("hidden_size"),
+        num_heads=heads,
+        vocab_size=read.integer("vocab_size"),
+        sequence_length=read.positions("max_position_embeddings"),
+        num_kv_heads=read.integer("num_key_value_heads", heads, optional=True),
+        head_dim=read.integer("head_dim", 0, optional=True),
+        hidden=read.integer("intermediate_size"),
+        gated=True,
+        bias=False,
+        rms_norm=True,
+        qkv_bias=qkv_bias,
+        tied_head=read.flag("tie_word_embeddings", False),
+        learned_positions=False,
+        name=name,
+    )
