@@ -63,7 +63,7 @@ class PartialParameter(Protocol):
     """A parameter of one dimension that is a range of a flattened tensor."""
 
     part_of: Any
-    """The tensor's shape and where the range begins (pyops.optim.adafactor_parts.TensorPart)."""
+    """The tensor's shape and where the range begins (pyops.optim.adafactor.parts.TensorPart)."""
 
 
 @runtime_checkable

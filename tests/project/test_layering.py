@@ -124,7 +124,7 @@ FLOORS = {
         ["symmetric_step", "triton"],
     ],
     "optim": [
-        ["adafactor_parts", "fused", "lr_scheduler"],
+        ["fused", "lr_scheduler"],
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
     ],
     "parallel": [
