@@ -11,6 +11,7 @@ A `Protocol` here names attributes that one subpackage sets on an object of torc
 | `deferred` | parameters | deferred.Deferred | linear layers |
 | `reduce_norms`, `reduce_sums`, `whole_states` | optimizers | optim, zero | optim, zero |
 | `over_shards`, `num_ranks` | optimizer classes | onebit | zero |
+| `stepped_tensors`, `publish_stepped` | optimizers | zero | local_sgd |
 | `all_reduce`, `memory`, `check_memory` | codecs | comm.PowerSGD | comm, onebit, zero |
 
 Where a protocol is asked for each layer of each step, `hasattr` asks instead: that is faster, and
@@ -35,6 +36,7 @@ __all__ = [
     "ParamGroup",
     "PartialParameter",
     "ShardableOptimizer",
+    "SteppedTensorsOptimizer",
     "SumReducingOptimizer",
 ]
 
@@ -100,6 +102,18 @@ class SumReducingOptimizer(Protocol):
 
     whole_states: Sequence[str]
     """The states that every process has whole, by their keys."""
+
+
+@runtime_checkable
+class SteppedTensorsOptimizer(Protocol):
+    """An optimizer over several ranks, of which each steps a part of the parameters."""
+
+    def stepped_tensors(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """What this rank steps: the name of the parameter, the flat part of it or its fp32 master,
+        and the part of the parameter that is rounded from the master, or None."""
+
+    def publish_stepped(self) -> None:
+        """Bring to all its ranks what was written into the tensors of `stepped_tensors`."""
 
 
 @runtime_checkable
