@@ -39,6 +39,7 @@ _ROOMS = frozenset(
         "precision",
         "attention",
         "data_parallel",
+        "local_sgd",
         "onebit",
         "recompute",
         "zero",

@@ -12,6 +12,7 @@ A `Protocol` here names attributes that one subpackage sets on an object of torc
 | `pruning_masks` | parameters | pruning.Masks | pruning, elastic |
 | `reduce_norms`, `reduce_sums`, `whole_states` | optimizers | optim, zero | optim, zero |
 | `over_shards`, `num_ranks` | optimizer classes | onebit | zero |
+| `stepped_tensors`, `publish_stepped` | optimizers | zero | local_sgd |
 | `all_reduce`, `memory`, `check_memory` | codecs | comm.PowerSGD | comm, onebit, zero |
 
 Where a protocol is asked for each layer of each step, `hasattr` asks instead: that is faster, and
@@ -37,6 +38,7 @@ __all__ = [
     "PartialParameter",
     "PrunedParameter",
     "ShardableOptimizer",
+    "SteppedTensorsOptimizer",
     "SumReducingOptimizer",
 ]
 
@@ -65,7 +67,7 @@ class PartialParameter(Protocol):
     """A parameter of one dimension that is a range of a flattened tensor."""
 
     part_of: Any
-    """The tensor's shape and where the range begins (pyops.optim.adafactor_parts.TensorPart)."""
+    """The tensor's shape and where the range begins (pyops.optim.adafactor.parts.TensorPart)."""
 
 
 @runtime_checkable
@@ -110,6 +112,18 @@ class SumReducingOptimizer(Protocol):
 
     whole_states: Sequence[str]
     """The states that every process has whole, by their keys."""
+
+
+@runtime_checkable
+class SteppedTensorsOptimizer(Protocol):
+    """An optimizer over several ranks, of which each steps a part of the parameters."""
+
+    def stepped_tensors(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """What this rank steps: the name of the parameter, the flat part of it or its fp32 master,
+        and the part of the parameter that is rounded from the master, or None."""
+
+    def publish_stepped(self) -> None:
+        """Bring to all its ranks what was written into the tensors of `stepped_tensors`."""
 
 
 @runtime_checkable

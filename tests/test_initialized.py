@@ -21,6 +21,7 @@ from pyops.comm.compression.one_bit import OneBit
 from pyops.context_parallel import token_mean
 from pyops.data import DataConfig
 from pyops.data_parallel import DataParallel
+from pyops.local_sgd import LocalSGD
 from pyops.mesh import Axes, Mesh, alone, check_initialized, resolve
 from pyops.models import (
     BERT,
@@ -128,6 +129,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "hub.load": lambda: hub.load("never", group=None),
     "hub.save": lambda: hub.save(linear(), "never", group=None),
+    "local_sgd.LocalSGD": lambda: LocalSGD(
+        model := linear(), torch.optim.SGD(model.parameters(), lr=0.1)
+    ),
     "mesh.Mesh": lambda: Mesh(Axes()),
     "mesh.check_initialized": lambda: check_initialized("this"),
     "mesh.resolve": lambda: resolve(None, "this"),

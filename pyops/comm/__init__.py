@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         compressed_all_reduce,
         compressed_reduce_scatter,
     )
-    from pyops.comm.compression.eight_bit import FP8, Int8
+    from pyops.comm.compression.eight_bit import FP8, Int4, Int8
     from pyops.comm.compression.error_feedback import ErrorFeedback
     from pyops.comm.compression.floats import BF16, Identity
     from pyops.comm.compression.one_bit import OneBit
@@ -55,6 +55,7 @@ __all__ = [
     "DisagreementError",
     "ErrorFeedback",
     "Identity",
+    "Int4",
     "Int8",
     "OneBit",
     "PowerSGD",
@@ -80,6 +81,7 @@ _HOMES = {
     "ErrorFeedback": "compression.error_feedback",
     "FP8": "compression.eight_bit",
     "Identity": "compression.floats",
+    "Int4": "compression.eight_bit",
     "Int8": "compression.eight_bit",
     "OneBit": "compression.one_bit",
     "PowerSGD": "compression.power_sgd",

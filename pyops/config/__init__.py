@@ -12,6 +12,7 @@ configure.
     [recompute]        # RecomputeConfig
     [parallel]         # pyops.config.parallel_config.ParallelConfig
     [elastic]          # ElasticConfig
+    [asynchronous]     # AsynchronousConfig
     [train]            # TrainConfig
     [task]             # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
 
@@ -29,6 +30,7 @@ from pyops.config.task_config import TaskConfig
 from pyops.config.training_sections import (
     COMMUNICATING,
     OPTIMIZERS,
+    AsynchronousConfig,
     CommunicationConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -42,6 +44,7 @@ __all__ = [
     "COMMUNICATING",
     "OPTIMIZERS",
     "AdapterConfig",
+    "AsynchronousConfig",
     "CommunicationConfig",
     "Config",
     "ConfigError",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyops.comm.compression.names import parse
+from pyops.config.asynchronous_rules import check_asynchronous
 from pyops.config.config_error import ConfigError
 from pyops.config.folder_rules import check_folder
 from pyops.config.run_sections import RunSections
@@ -34,6 +35,7 @@ class Config(RunSections):
         recompute: [recompute].
         parallel: [parallel].
         elastic: [elastic].
+        asynchronous: [asynchronous].
         train: [train].
         task: What is learnt: [task].
         vit: The model of a task over images: [vit].
@@ -49,6 +51,7 @@ class Config(RunSections):
             raise ValueError(
                 f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _"
             )
+        check_asynchronous(self)
         if self.data.packing != "none" and (self.model_folder.given or self.over_samples):
             raise ValueError(
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "

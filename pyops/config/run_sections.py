@@ -9,6 +9,7 @@ from pyops.config.folder_config import AdapterConfig, ModelFolder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.task_config import TaskConfig
 from pyops.config.training_sections import (
+    AsynchronousConfig,
     CommunicationConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -39,6 +40,7 @@ class RunSections:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     vit: ViTConfig = field(default_factory=ViTConfig)

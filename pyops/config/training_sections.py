@@ -1,5 +1,5 @@
-"""The sections of a configuration that say how to train: optimizer, communication, precision,
-sharing, recomputing, steps."""
+"""The sections of a configuration that say how to train: optimizer, communication, replicas,
+precision, sharing, recomputing, steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import require
+from pyops.local_sgd import LocalSGDConfig
 from pyops.optim.lr_scheduler import cosine_ratio
 from pyops.precision import PRECISIONS
 
 __all__ = [
     "COMMUNICATING",
     "OPTIMIZERS",
+    "AsynchronousConfig",
     "CommunicationConfig",
     "OptimizerConfig",
     "PrecisionConfig",
@@ -115,6 +117,29 @@ class CommunicationConfig:
             parse(self.codec)
         except ValueError as error:
             raise ValueError(f"codec is {self.codec!r}; {str(error).partition('; ')[2]}") from None
+
+
+@dataclass(frozen=True)
+class AsynchronousConfig(LocalSGDConfig):
+    """How ranks train as replicas of their own: the options of `pyops.local_sgd.LocalSGDConfig`.
+
+    Attributes:
+        method: "none": all ranks take each step together. "local_sgd", "diloco", "easgd": each rank
+            is a replica.
+        codec: The name of a codec, or "none".
+    """
+
+    method: str = "none"
+    codec: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.on:
+            super().__post_init__()
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks are replicas that train on their own."""
+        return self.method != "none"
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,14 @@ from pyops.optim.adam import Adam, AdamW
 from pyops.optim.backward import fuse_into_backward
 from pyops.optim.lamb import LAMB
 from pyops.optim.lars import LARS
+from pyops.optim.lbfgs import LBFGS
 from pyops.optim.lion import Lion
 from pyops.optim.sgd import SGD
 
 __all__ = [
     "LAMB",
     "LARS",
+    "LBFGS",
     "SGD",
     "Adafactor",
     "Adagrad",

@@ -23,6 +23,7 @@ from pyops.train.loop import Row, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_memory
 from pyops.train.report.metrics import StepMemory
 from pyops.train.report.traffic import Traffic
+from pyops.train.setup.averaged import Averaged
 from pyops.train.setup.gpt_layers import HeadLoss
 from pyops.train.setup.planned import Planned
 from pyops.train.setup.recipe import is_planned, make_mesh, make_model, num_parameters
@@ -66,6 +67,8 @@ class TextTraining(TokenTraining):
         """Where parameters and states lie; and of how many parameters a rank reduces gradients."""
         config, mesh, num_elements = self.config, self.mesh, self.num_parameters
         loss = HeadLoss(self.data.corpus.tokenizer)
+        if config.asynchronous.on:
+            return Averaged(config, self.model, group=mesh.group("dp"), loss=loss), 0
         if not is_planned(config):
             found = Replicated(config, self.model, group=mesh.group("dp"), loss=loss)
             return found, num_elements
@@ -131,6 +134,7 @@ class TextTraining(TokenTraining):
         return {
             "optimizer.name": self.config.optimizer.name,
             "communication.codec": self.config.communication.codec,
+            "asynchronous.method": self.config.asynchronous.method,
         }
 
     def load_state(self, state: Mapping[str, Any], path: Path) -> None:

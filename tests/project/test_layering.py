@@ -30,6 +30,7 @@ LAYERS = [
     # Strategies, which never import each other.
     [
         "data_parallel",
+        "local_sgd",
         "onebit",
         "zero",
         "tensor_parallel",
@@ -124,8 +125,19 @@ FLOORS = {
         ["symmetric_step", "triton"],
     ],
     "optim": [
-        ["adafactor_parts", "fused", "lr_scheduler"],
-        ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
+        ["fused", "lr_scheduler"],
+        [
+            "adafactor",
+            "adagrad",
+            "adam",
+            "backward",
+            "lamb",
+            "lars",
+            "lbfgs",
+            "lion",
+            "one_bit",
+            "sgd",
+        ],
     ],
     "parallel": [
         ["dropout", "fused_head", "optimizer_groups", "plan"],

@@ -6,6 +6,7 @@ bytes, and back.
     BF16        2                  yes              the first 8 bits of each number
     Int8, FP8   1 + 4 / block      yes              8 bits of each number, relative to the largest
                                                     of its block
+    Int4        1/2 + 4 / block    yes              4 bits of each number, likewise
     OneBit      1/8 + 4 / block    yes              the sign of each number, and a mean size of its
                                                     block
 

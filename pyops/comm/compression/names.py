@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pyops.comm.compression.codec import Codec
-from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.eight_bit import FP8, Int4, Int8
 from pyops.comm.compression.floats import BF16, Identity
 from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.compression.power_sgd import PowerSGD
@@ -21,6 +21,7 @@ def parse(text: str) -> Codec:
         "identity": Identity,
         "bf16": BF16,
         "int8": Int8,
+        "int4": Int4,
         "fp8": FP8,
         "onebit": OneBit,
         "fp8_e5m2": lambda: FP8(format="e5m2"),

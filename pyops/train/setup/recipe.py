@@ -32,7 +32,7 @@ from pyops.config import (
 from pyops.context_parallel import ContextRanks
 from pyops.data_parallel import DataParallel
 from pyops.flat import Placement
-from pyops.mesh import Axes, Mesh
+from pyops.mesh import Axes, Mesh, ProcessGroupLike
 from pyops.models import GPT
 from pyops.onebit import OneBitConfig, OneBitLAMBConfig, ZeroOneConfig
 from pyops.parallel.stages.block_lists import compile_blocks
@@ -139,7 +139,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def make_data_parallel(
-    config: Config, model: nn.Module, *, group: dist.ProcessGroup | None
+    config: Config, model: nn.Module, *, group: ProcessGroupLike
 ) -> DataParallel:
     """`model` over the ranks of `group`; gradients are summed."""
     options = config.train

@@ -27,7 +27,7 @@ from pyops.train.setup.recipe import make_data_parallel, make_optimizer
 from pyops.train.setup.state import load_optimizer_state, optimizer_state, read
 from pyops.train.setup.strategy import Strategy
 
-__all__ = ["FlatTrainer", "Replicated"]
+__all__ = ["FlatTrainer", "Replicated", "held_bytes"]
 
 
 class FlatTrainer:
@@ -92,11 +92,15 @@ class FlatTrainer:
         totals[1], totals[2] = self.loss.count(batch), float(vote)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         totals[0] = self._differentiate(batch, scale=scale / self._divisor(batch))
-        nats, count, votes = sum_over_ranks(totals).tolist()
+        nats, count, votes = self._of_all(totals).tolist()
         self.vote = votes > 0
         self.grad_norm = self._update(finite=math.isfinite(nats))
         self.num_steps += 1
         return float(nats / count)
+
+    def _of_all(self, totals: Tensor) -> Tensor:
+        """What the ranks tell one another in a step."""
+        return sum_over_ranks(totals)
 
     def _divisor(self, batch: Mapping[str, Any]) -> float:
         """By how much the gradients of all ranks are divided."""
@@ -215,14 +219,18 @@ class Replicated(Strategy):
 
     def memory(self) -> dict[str, int]:
         """See `Strategy.memory`."""
-        states = [value for entries in self.optimizer.state.values() for value in entries.values()]
-        return {
-            "parameters": _bytes(
-                [*self.model.parameters(), *(buffer.data for buffer in self.parallel.flat)]
-            ),
-            "gradients": _bytes(buffer.grad for buffer in self.parallel.flat),
-            "states": _bytes(states),
-        }
+        return held_bytes(self.model, self.parallel, self.optimizer)
+
+
+def held_bytes(model: nn.Module, parallel: DataParallel, optimizer: Any) -> dict[str, int]:
+    """{"parameters", "gradients", "states"}: bytes of a model in flat buffers."""
+    states = [value for entries in optimizer.state.values() for value in entries.values()]
+    flat = [buffer.data for buffer in parallel.flat]
+    return {
+        "parameters": _bytes([*model.parameters(), *flat]),
+        "gradients": _bytes(buffer.grad for buffer in parallel.flat),
+        "states": _bytes(states),
+    }
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
@@ -112,6 +112,46 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         self.owned.refresh_masters()
         if self.one_bit is not None:
             self.one_bit.refresh_masters()
+
+    def stepped_tensors(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """What this rank steps, as `pyops.local_sgd` exchanges it among replicas: (name of the
+        parameter, the flat piece of it or its fp32 master, the piece that is rounded from the
+        master or None). Call `publish_stepped` after writing into them.
+
+        Raises:
+            ValueError: With offload, delayed updates, or gradients that are compressed to 1 bit,
+                whose states are not the whole of what the next step begins with.
+        """
+        for option, given in (
+            ("offload", self.owned.offloaded is not None),
+            ("delayed_update", self.delayed is not None),
+            ("a one-bit optimizer", self.one_bit is not None),
+        ):
+            if given:
+                raise ValueError(
+                    f"this ZeroOptimizer has {option}, with which nothing else can set what it "
+                    "steps; make it without"
+                )
+        self.arriving.wait()
+        found: list[tuple[str, Tensor, Tensor | None]] = []
+        for each in self.owned.all_pieces():
+            master = self.owned.states_of(each).get("master")
+            if not each.piece.numel:
+                continue
+            if master is None:
+                found.append((each.name, each.tensor, None))
+            else:
+                found.append((each.name, master, each.tensor))
+        return found
+
+    @torch.no_grad()
+    def publish_stepped(self) -> None:
+        """Bring to all ranks what was written into the tensors of `stepped_tensors`. A
+        collective."""
+        self.arriving.wait()
+        self.gathering.release_all()
+        if self.communicator is not None:
+            self.arriving.start(self.communicator, async_op=False)
 
     def model_state_dict(self) -> ParamGroup:
         """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard,

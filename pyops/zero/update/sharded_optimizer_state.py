@@ -27,7 +27,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.offload import Offloaded
 from pyops.offload.optimizer import stays_with
-from pyops.optim.adafactor_parts import TensorPart
+from pyops.optim.adafactor.parts import TensorPart
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.protocols import ParamGroup

@@ -12,12 +12,12 @@ import torch
 from pyops import comm as codecs
 from pyops.comm import Communicator, compressed_all_reduce
 from pyops.comm.compression.codec import Codec
-from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.eight_bit import FP8, Int4, Int8
 from pyops.comm.compression.floats import BF16, Identity
 from pyops.comm.compression.names import parse
 from pyops.comm.compression.one_bit import OneBit
 
-EXACT: list[Codec] = [Identity(), BF16(), Int8(), FP8(), FP8(format="e5m2", block=64)]
+EXACT: list[Codec] = [Identity(), BF16(), Int8(), Int4(), FP8(), FP8(format="e5m2", block=64)]
 SIGNS: list[Codec] = [OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None)]
 
 
@@ -69,6 +69,24 @@ def test_one_bit_by_hand() -> None:
     assert error.tolist() == [1.5, 0.5, -1.5, 0.5]
 
 
+def test_four_bits_by_hand() -> None:
+    x = torch.tensor([7.0, -3.4, 0.0, 2.6, float("nan")])
+    error, out, flag = torch.zeros(5), torch.empty(5), torch.zeros(1)
+    payload = torch.empty(4 + 3, dtype=torch.uint8)
+    Int4().encode(x[:4], payload[:6], error=error[:4], flag=flag)
+    Int4().decode(payload[:6], out[:4], scale=2.0)
+    assert out[:4].tolist() == [14.0, -6.0, 0.0, 6.0]
+    assert torch.allclose(error, torch.tensor([0.0, -0.4, 0.0, -0.4, 0.0]))
+    assert payload[4:6].tolist() == [15 | 5 << 4, 8 | 11 << 4]
+    assert flag.item() == 0
+    before = error.clone()
+    Int4().encode(x, payload, error=error, flag=flag)
+    Int4().decode(payload, out)
+    assert out.isnan().all()  # the whole block
+    assert torch.equal(error, before)
+    assert flag.item() == 1
+
+
 def test_names() -> None:
     assert parse("onebit") == OneBit()
     assert parse("fp8_e5m2") == FP8(format="e5m2")
@@ -77,6 +95,7 @@ def test_names() -> None:
     for make in (
         lambda: OneBit(block=100),
         lambda: Int8(block=0),
+        lambda: Int4(block=32),
         lambda: OneBit(rule="l2"),
         lambda: FP8(format="e3m4"),
     ):
@@ -106,7 +125,7 @@ def test_the_codecs_of_the_documentation_are_found_where_it_says():
     page = (Path(__file__).resolve().parents[3] / "docs" / "compression.md").read_text()
     table = page.split("All codecs are found in `pyops.comm`:")[1].split("\n\n")[1]
     names = re.findall(r"^\| `(\w+)\(", table, re.MULTILINE)
-    assert {"Identity", "BF16", "Int8", "FP8", "OneBit", "TopK", "PowerSGD"} == set(names)
+    assert {"Identity", "BF16", "Int8", "Int4", "FP8", "OneBit", "TopK", "PowerSGD"} == set(names)
     for name in names:
         assert issubclass(getattr(codecs, name), codecs.Codec), name
     with pytest.raises(

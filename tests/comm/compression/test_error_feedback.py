@@ -12,7 +12,7 @@ from torch import Tensor
 from pyops.comm.collectives.transport import Transport, run_virtual
 from pyops.comm.compression import compressed_shots as shots
 from pyops.comm.compression.codec import Codec
-from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.eight_bit import FP8, Int4, Int8
 from pyops.comm.compression.error_feedback import ErrorFeedback, chunk_starts, merge
 from pyops.comm.compression.floats import BF16, Identity
 from pyops.comm.compression.one_bit import OneBit
@@ -20,7 +20,7 @@ from pyops.flat import FlatLayout, Shard
 
 CODECS: list[Codec] = [
     OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None), Int8(), FP8(),
-    FP8(format="e5m2"), BF16(), Int8(block=64, stochastic_rounding=True),
+    FP8(format="e5m2"), BF16(), Int4(), Int8(block=64, stochastic_rounding=True),
 ]  # fmt: skip
 LAYOUT = FlatLayout.plan([("head", (7, 30)), ("bias", (5,)), ("body", (41, 10))])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.optim import Adafactor
-from pyops.optim.adafactor_parts import TensorPart
+from pyops.optim.adafactor.parts import TensorPart
 from tests.tolerance import assert_close_to_reference
 
 SHAPES: tuple[tuple[int, ...], ...] = (

@@ -2,7 +2,7 @@
 
     Adafactor(model.parameters(), lr=1e-2)         a matrix [r, c] has a state of r + c numbers
     Adafactor([FlatBuffer(model.named_parameters()).parameter])     each tensor of it for itself
-    ZeroOptimizer(model, Adafactor, ZeroConfig(stage=2))   parts of tensors: adafactor_parts.py
+    ZeroOptimizer(model, Adafactor, ZeroConfig(stage=2))   parts of tensors: parts.py
 
 The formula is that of pyops/ops/optimizers/adafactor.py. Shazeer and Stern, arXiv:1804.04235,
 algorithms 4 and 5.
@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from pyops.flat.dtensor import first_element, is_dtensor, local_of, spread_of
 from pyops.ops.optimizers.adafactor import adafactor_
-from pyops.optim.adafactor_parts import PartRow, TensorPart, part_of, step_parts
+from pyops.optim.adafactor.parts import PartRow, TensorPart, part_of, step_parts
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.input_checks import check_hyperparameters, name_of
 from pyops.optim.fused.layerwise import check_layout, layers_of, layout_of

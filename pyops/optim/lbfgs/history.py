@@ -1,0 +1,148 @@
+"""The history of L-BFGS as one basis, and its direction as a combination of it.
+
+    basis    s_1 ... s_m   y_1 ... y_m   g          steps, differences of gradients, the gradient
+    M        all their inner products, float64      an iteration changes three vectors: 6 m of them
+    delta    the two loops on M alone               d = sum_j delta_j b_j, one pass over the basis
+
+The ordinary recursion waits for 2 m inner products one after the other; here they come in one
+message where the vectors lie on several processes (Chen, Wang, Zhou, NIPS 2014, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["History", "combination", "inner_products"]
+
+BLOCK = 1 << 16  # numbers of a vector that are taken to float64 at a time
+CURVATURE = 1e-10  # a pair is kept where s.y is more than so much of |s| |y|
+
+
+def inner_products(rows: Tensor, new: Sequence[int], used: Sequence[int]) -> Tensor:
+    """The inner products of some rows with others, float64 [len(new), len(used)], summed block by
+    block.
+
+    Args:
+        rows: [n, numel].
+        new: Numbers of rows.
+        used: Numbers of the others, or of the same.
+    """
+    total = torch.zeros(len(new), len(used), dtype=torch.float64, device=rows.device)
+    for start in range(0, rows.shape[1], BLOCK):
+        part = rows[:, start : start + BLOCK].double()
+        total += part[list(new)] @ part[list(used)].T
+    return total
+
+
+def combination(products: Tensor, pairs: Sequence[tuple[int, int]], gradient: int) -> Tensor:
+    """The coefficients of -H g in the basis, where H is the inverse Hessian of L-BFGS.
+
+    Args:
+        products: float64 [n, n], inner products of the basis; on the host.
+        pairs: (place of s, place of y) in the basis, the oldest first.
+        gradient: The place of g.
+
+    Returns:
+        float64 [n], 0 for vectors that are in no pair.
+    """
+    delta = torch.zeros(products.shape[0], dtype=torch.float64, device="cpu")
+    delta[gradient] = -1.0
+    weights: list[float] = []
+    for s, y in reversed(pairs):
+        weights.append(float(delta @ products[:, s]) / float(products[s, y]))
+        delta[y] -= weights[-1]
+    if pairs:
+        s, y = pairs[-1]
+        delta *= float(products[s, y]) / float(products[y, y])
+    for s, y in pairs:
+        delta[s] += weights.pop() - float(delta @ products[:, y]) / float(products[s, y])
+    return delta
+
+
+class History:
+    """The last steps and differences of gradients, and the gradient.
+
+    Args:
+        numel: Length of the vectors, or of this process's part of them.
+        size: Pairs that are kept at most.
+        dtype, device: Of the vectors.
+
+    Attributes:
+        rows: [2 (size + 1) + 1, numel]: steps, differences, the gradient; the pair of one place is
+            to be tried.
+        products: float64, on the host: their inner products, where both are in use.
+        pairs: Places of the pairs in use, the oldest first.
+        counted: Inner products that were taken so far.
+        reduce: Given float64 inner products of this process's parts, gives those of the whole
+            vectors; None: the vectors are whole.
+    """
+
+    def __init__(
+        self, numel: int, *, size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.size = size
+        self.rows = torch.zeros(2 * (size + 1) + 1, numel, dtype=dtype, device=device)
+        count = self.rows.shape[0]
+        self.products = torch.zeros(count, count, dtype=torch.float64, device="cpu")
+        self.pairs: list[int] = []
+        self.counted = 0
+        self.reduce: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.rows[-1]
+
+    def begin(self, gradient: Tensor) -> None:
+        """Forget all pairs, with this gradient."""
+        self.pairs = []
+        self.gradient.copy_(gradient)
+        self._take([self.rows.shape[0] - 1])
+
+    def add(self, step: Tensor, gradient: Tensor) -> bool:
+        """Take up a step and the gradient behind it; says whether the pair is kept, which it is
+        where the loss curves upwards along the step.
+
+        Args:
+            step: What was added to the parameters since the last gradient.
+            gradient: The new one.
+        """
+        spare = next(place for place in range(self.size + 1) if place not in self.pairs)
+        s, y = spare, self.size + 1 + spare
+        self.rows[s].copy_(step)
+        torch.sub(gradient, self.gradient, out=self.rows[y])
+        self.gradient.copy_(gradient)
+        self._take([s, y, self.rows.shape[0] - 1])
+        curvature = float(self.products[s, y])
+        lengths = float((self.products[s, s] * self.products[y, y]).sqrt())
+        if not curvature > CURVATURE * lengths:
+            return False
+        self.pairs = [*self.pairs[-self.size + 1 :], spare] if self.size > 1 else [spare]
+        return True
+
+    def direction(self) -> Tensor:
+        """-H g, in new memory."""
+        delta = self.coefficients()
+        return delta.to(self.rows.device, self.rows.dtype) @ self.rows
+
+    def coefficients(self) -> Tensor:
+        """Of the direction in `rows`, float64, on the host."""
+        places = [(place, self.size + 1 + place) for place in self.pairs]
+        return combination(self.products, places, self.rows.shape[0] - 1)
+
+    def _take(self, new: list[int]) -> None:
+        """Bring the inner products of new vectors with all that are in use up to date."""
+        old = [place for pair in self.pairs for place in (pair, self.size + 1 + pair)]
+        used = [*old, *(place for place in new if place not in old)]
+        found = inner_products(self.rows, new, used)
+        wanted = [
+            (a, b) for a in range(len(new)) for b in range(len(used)) if used[b] not in new[:a]
+        ]
+        numbers = torch.stack([found[a, b] for a, b in wanted])
+        self.counted += len(wanted)
+        if self.reduce is not None:
+            numbers = self.reduce(numbers)
+        for (a, b), value in zip(wanted, numbers.tolist(), strict=True):
+            self.products[new[a], used[b]] = self.products[used[b], new[a]] = value
