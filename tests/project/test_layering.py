@@ -31,6 +31,7 @@ LAYERS = [
     [
         "data_parallel",
         "onebit",
+        "parameter_server",
         "zero",
         "tensor_parallel",
         "context_parallel",
