@@ -43,6 +43,7 @@ _ROOMS = frozenset(
         "onebit",
         "recompute",
         "zero",
+        "parameter_server",
         "tensor_parallel",
         "context_parallel",
         "pipeline",

@@ -25,6 +25,7 @@ __all__ = [
     "TorchDispatchMode",
     "after_backward",
     "all_op_names",
+    "another_connection",
     "assert_async",
     "backend_name",
     "call_instead",
@@ -256,6 +257,12 @@ def group_store(group: dist.ProcessGroup) -> Any:
 def default_store() -> Any:
     """The store of all ranks, that of init_process_group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own, where it has connections."""
+    found: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return found
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

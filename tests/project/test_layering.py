@@ -32,6 +32,7 @@ LAYERS = [
         "data_parallel",
         "local_sgd",
         "onebit",
+        "parameter_server",
         "zero",
         "tensor_parallel",
         "context_parallel",

@@ -1,0 +1,248 @@
+"""Client: a replica of Downpour SGD.
+
+    for samples in ...:
+        loss(model(samples)).backward()
+        client.step()            # accrue, own step, push, fetch: what is due
+
+Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.1 and appendix 7.1.
+Parameters that have arrived are copied in between two steps, never while the model computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from pyops.failure import CommunicationError
+from pyops.flat import FlatBuffer
+from pyops.parameter_server.config import DownpourConfig
+from pyops.parameter_server.messages import (
+    HEADER_BYTES,
+    Kind,
+    Links,
+    Pending,
+    Reply,
+    Request,
+    Verdict,
+    message,
+)
+from pyops.parameter_server.vectors import Part, check_model, named_parameters
+
+__all__ = ["Client"]
+
+
+class Client:
+    """A replica: its model, its clock, and what it has to say to the shards.
+
+    Args:
+        model: Its parameters become views of one flat vector, and get the shards' values.
+        links: The ways to the shards, such as `connect` makes.
+        config: When it exchanges and how.
+        worker: Its number; the lowest one that lives makes the warm start.
+        incarnation: Which start of this worker it is: 1, 2, ...
+
+    Attributes:
+        step_number: Steps so far.
+        versions: Of each shard, the version of the parameters that the model computes with.
+        staleness: How many pushes were applied with which staleness, of all shards.
+        refused: Pushes that shards refused, by Verdict.
+        skipped: Steps whose gradient held a number that is not finite; it is in no push.
+
+    Raises:
+        ValueError: For a model that shards can't hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links,
+        *,
+        config: DownpourConfig | None = None,
+        worker: int = 0,
+        incarnation: int = 1,
+    ) -> None:
+        self.config = config or DownpourConfig()
+        codecs = (self.config.push_codec, self.config.fetch_codec)
+        check_model(model, buffers=self.config.buffers, codecs=any(codecs))
+        self.model, self.links = model, links
+        self.worker, self.incarnation = worker, incarnation
+        self.buffer = FlatBuffer(named_parameters(model))
+        data = self.buffer.data
+        starts = links.starts
+        self._parts = [slice(a, b) for a, b in pairwise(starts)]
+        sizes = [part.stop - part.start for part in self._parts]
+        dtype = data.dtype
+        self._pushes = [Part(n, dtype=dtype, codec=codecs[0], feedback=True) for n in sizes]
+        self._fetches = [Part(n, dtype=dtype, codec=codecs[1]) for n in sizes]
+        self._known = data.clone()
+        self._accrued = torch.zeros_like(data)
+        self._count = self.step_number = 0
+        self._sequences = [0] * len(sizes)
+        self._num_fetches = 0
+        self.versions = [0] * len(sizes)
+        self._pushing: list[Pending] = []
+        self._fetching: list[Pending] = []
+        self._due: int | None = None
+        self.staleness: Counter[int] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.skipped = self.pushed_gradients = 0
+
+    # what a step is made of; each yields what has to be waited for
+
+    def first_fetch(self) -> Iterator[Pending]:
+        """Get the shards' parameters for the first step. Yields what has to be waited for."""
+        self._begin_fetch()
+        yield from self._arrive()
+
+    def exchange(self) -> Iterator[Pending]:
+        """What `step` does, as an iterator over what has to be waited for: virtual time waits in
+        its own way."""
+        gradient = self._gradient()
+        if gradient is not None:
+            self._accrued += gradient
+            self._count += 1
+            if self.config.local_lr:
+                self.buffer.data.add_(gradient, alpha=-self.config.local_lr)
+        self.buffer.zero_grad()
+        if self.step_number % self.config.push_every == 0:
+            yield from self._pushed()
+            self._begin_push()
+        self.step_number += 1
+        if self._due == self.step_number:
+            yield from self._arrive()
+        if self.step_number % self.config.fetch_every == 0:
+            if self.config.fetch_delay == 0:
+                yield from self._pushed()
+            self._begin_fetch()
+            self._due = self.step_number + self.config.fetch_delay
+            if self.config.fetch_delay == 0:
+                yield from self._arrive()
+
+    def step(self) -> None:
+        """After backward: accrue the gradient, make the replica's own step, and push and fetch what
+        is due. Gradients are zero afterwards.
+
+        Raises:
+            CommunicationError: A shard is lost for good, or a newer incarnation of this worker has
+                joined.
+        """
+        for pending in self.exchange():
+            pending.result()
+
+    def flush(self) -> Iterator[Pending]:
+        """Push what is accrued; an iterator as `exchange`."""
+        yield from self._pushed()
+        if self._count:
+            self._begin_push()
+            yield from self._pushed()
+
+    def start(self) -> Client:
+        """Wait for the shards' parameters, as the first step needs them; returns the client."""
+        for pending in self.first_fetch():
+            pending.result()
+        return self
+
+    def close(self) -> None:
+        """Push what is accrued, and leave."""
+        for pending in self.flush():
+            pending.result()
+        for pending in self._fetching:
+            pending.result()
+        self.links.close()
+
+    def values_of(self, shard: int) -> Tensor:
+        """A copy of the parameters of a shard that arrived last: what a shard begins with that has
+        none."""
+        return self._known[self._parts[shard]].clone()
+
+    # parts
+
+    def _gradient(self) -> Tensor | None:
+        """The flat gradient; None, counted, where it is not finite."""
+        for index in range(len(self.buffer)):
+            self.buffer.restore_gradient(index)
+        if bool(self.buffer.grad.isfinite().all()):
+            return self.buffer.grad
+        self.skipped += 1
+        return None
+
+    def _request(self, kind: Kind, shard: int, sequence: int, *, whole: bool = False) -> Request:
+        return Request(
+            kind,
+            self.worker,
+            self.incarnation,
+            sequence=sequence,
+            seen=self.versions[shard],
+            count=self._count,
+            whole=int(whole),
+        )
+
+    def _begin_push(self) -> None:
+        if not self._count:
+            return
+        if self.config.mean:
+            self._accrued /= self._count
+        for shard, where in enumerate(self._parts):
+            part = self._pushes[shard]
+            whole = message(part.payload_bytes)
+            part.write(self._accrued[where], whole[HEADER_BYTES:])
+            self._sequences[shard] += 1
+            request = self._request(Kind.PUSH, shard, self._sequences[shard])
+            self._pushing.append(self.links.push(shard, request, whole))
+        self.pushed_gradients += self._count
+        self._accrued.zero_()
+        self._count = 0
+
+    def _pushed(self) -> Iterator[Pending]:
+        pushing, self._pushing = self._pushing, []
+        yield from pushing
+        for shard, pending in enumerate(pushing):
+            reply = Reply.of(pending.result())
+            self._check(reply, shard)
+            if reply.verdict == Verdict.APPLIED:
+                self.staleness[reply.staleness] += 1
+            elif reply.verdict != Verdict.REPEATED:
+                self.refused[Verdict(reply.verdict).name] += 1
+
+    def _check(self, reply: Reply, shard: int) -> None:
+        if reply.verdict == Verdict.OLD_INCARNATION:
+            raise CommunicationError(
+                f"worker {self.worker}: shard {shard} refused incarnation {self.incarnation}, as a "
+                "newer one has joined; let this process end, or give each worker its own number"
+            )
+
+    def _begin_fetch(self) -> None:
+        self._num_fetches += 1
+        for shard, part in enumerate(self._fetches):
+            whole = self.config.fetch_codec is None or self._num_fetches == 1
+            request = self._request(Kind.FETCH, shard, self._num_fetches, whole=whole)
+
+            def sizes(entire: bool, part: Part = part) -> int:
+                return part.whole_bytes if entire else part.payload_bytes
+
+            self._fetching.append(self.links.fetch(shard, request, sizes))
+
+    def _arrive(self) -> Iterator[Pending]:
+        fetching, self._fetching = self._fetching, []
+        yield from fetching
+        arrived = []
+        for shard, pending in enumerate(fetching):
+            answer, whole = pending.result()
+            reply = Reply.of(answer)
+            self._check(reply, shard)
+            arrived.append((reply, answer[HEADER_BYTES:], whole))
+        for shard, (reply, payload, whole) in enumerate(arrived):
+            known = self._known[self._parts[shard]]
+            if whole:
+                self._fetches[shard].read(payload, known, whole=True)
+            else:
+                difference = torch.empty_like(known)
+                self._fetches[shard].read(payload, difference)
+                known += difference
+            self.versions[shard] = reply.version
+        self.buffer.data.copy_(self._known)
+        self._due = None

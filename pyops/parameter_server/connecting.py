@@ -1,0 +1,327 @@
+"""connect: a replica's sessions with the shards, opened anew when a shard is started again.
+
+two threads a shard      one pushes, one fetches, beside what the model computes
+one more                 gives a sign of life
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.failure import CommunicationError
+from pyops.parameter_server.client import Client
+from pyops.parameter_server.config import DownpourConfig, check_number
+from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
+from pyops.parameter_server.session import Session, Tag, rendezvous
+from pyops.parameter_server.vectors import (
+    check_model,
+    cut,
+    flat_values,
+    layout_digest,
+    named_parameters,
+)
+
+__all__ = ["ConnectConfig", "SessionLinks", "connect"]
+
+POLL = 0.005  # seconds
+
+
+@dataclass(frozen=True)
+class ConnectConfig:
+    """How long a replica waits for shards."""
+
+    patience: float = 60.0
+    """Seconds that it waits for a shard to be there, or to be started again."""
+    beat_every: float = 2.0
+    """Seconds from one sign of life to the next; a fraction of the shards' lease."""
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "beat_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not value > 0:
+                raise ValueError(f"{name} is {value!r}; give seconds, above 0")
+
+
+class _Line:
+    """The sessions with one shard, one after the other."""
+
+    def __init__(
+        self, store: dist.Store, shard: int, hello: dict[str, Any], patience: float
+    ) -> None:
+        self._store, self._shard, self._hello, self._patience = store, shard, hello, patience
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._fresh = True
+        self.epoch = 0
+        self.acknowledged = self.seen = 0
+        self.values: Callable[[], Tensor] | None = None
+        self.closing = False
+        self._pool = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+
+    def submit(self, channel: int, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Queue an exchange: channel 0 pushes, 1 fetches."""
+        return self._pool[channel].submit(call, *arguments)
+
+    def _epoch_now(self) -> int:
+        key = f"{self._shard}/epoch"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def open(self) -> Session:
+        """The session, opened where there is none. ValueError for what the shard refuses,
+        CommunicationError where it does not come back."""
+        with self._lock:
+            if self._session is not None:
+                return self._session
+            end = time.monotonic() + self._patience
+            while time.monotonic() < end and not self.closing:
+                try:
+                    self._session = self._open(end)
+                except _AnotherTime:
+                    time.sleep(POLL)
+                except RuntimeError as error:
+                    reason = (str(error).splitlines() or [type(error).__name__])[0]
+                    raise CommunicationError(
+                        f"worker {self._hello['worker']}: the store in which shards are found is "
+                        f"gone ({reason}); let it be served by a process that outlives the others"
+                    ) from error
+                else:
+                    self._fresh = True
+                    return self._session
+        raise CommunicationError(
+            f"worker {self._hello['worker']}: shard {self._shard} did not answer within "
+            f"{self._patience:g} seconds; start it again, or give more patience",
+            ranks=[self._shard],
+        )
+
+    def _open(self, end: float) -> Session:
+        epoch = self._epoch_now()
+        if epoch == 0:
+            raise _AnotherTime
+        place = f"{self._shard}/{epoch}"
+        name = f"{place}/join/{int(self._store.add(f'{place}/joins', 1))}"
+        hello = self._hello | {"acknowledged": self.acknowledged, "seen": self.seen}
+        self._store.set(name, json.dumps(hello))
+        while not self._store.check([f"{name}/answer"]):
+            if time.monotonic() > end or self._epoch_now() != epoch or self.closing:
+                raise _AnotherTime
+            time.sleep(POLL)
+        answer = json.loads(self._store.get(f"{name}/answer"))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        try:
+            session = Session(self._store, name=name, end=1)
+            if answer["values"]:
+                assert self.values is not None
+                values = self.values().view(-1)
+                whole = message(values.numel() * values.element_size())
+                whole[HEADER_BYTES:].view(values.dtype).copy_(values)
+                request = Request(Kind.VALUES, self._hello["worker"], self._hello["incarnation"])
+                session.send(request.write(whole), Tag.VALUES)
+        except RuntimeError as error:
+            raise _AnotherTime from error
+        self.epoch = epoch
+        return session
+
+    def drop(self, session: Session) -> None:
+        """The session has failed."""
+        with self._lock:
+            if self._session is session:
+                self._session = None
+                session.close()
+
+    def push(self, request: Request, whole: Tensor) -> Tensor:
+        """Send a push until it is answered; the reply."""
+        answer = message()
+        while True:
+            session = self.open()
+            try:
+                session.send(replace(request, epoch=self.epoch).write(whole), Tag.PUSH)
+                session.receive(answer, Tag.PUSH_REPLY)
+            except RuntimeError:
+                self.drop(session)
+                continue
+            reply = Reply.of(answer)
+            if reply.verdict == Verdict.OLD_EPOCH:
+                self.drop(session)
+                continue
+            self.acknowledged = max(self.acknowledged, request.sequence)
+            self.seen = max(self.seen, reply.version)
+            return answer
+
+    def fetch(self, request: Request, sizes: Callable[[bool], int]) -> tuple[Tensor, bool]:
+        """Ask for parameters until they come; (the message, whether they are whole)."""
+        while True:
+            session = self.open()
+            whole = bool(request.whole) or self._fresh
+            answer = message(sizes(whole))
+            asked = replace(request, epoch=self.epoch, whole=int(whole))
+            try:
+                session.send(asked.write(message()), Tag.FETCH)
+                session.receive(answer, Tag.FETCH_REPLY)
+            except RuntimeError:
+                self.drop(session)
+                continue
+            reply = Reply.of(answer)
+            if reply.verdict == Verdict.OLD_EPOCH:
+                self.drop(session)
+                continue
+            self._fresh = False
+            self.seen = max(self.seen, reply.version)
+            return answer, whole
+
+    def leave(self, request: Request, whole: Tensor) -> None:
+        """Say goodbye, where there is somebody to hear it, and end."""
+        self.closing = True
+        if self._session is not None:
+            with contextlib.suppress(RuntimeError):
+                self._session.send(request.write(whole), Tag.PUSH)
+                self._session.receive(message(), Tag.PUSH_REPLY, seconds=5.0)
+            self._session.close()
+        for pool in self._pool:
+            pool.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """End without a word."""
+        self.closing = True
+        if self._session is not None:
+            self._session.close()
+        for pool in self._pool:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _AnotherTime(Exception):
+    """The shard is not there, or not any more."""
+
+
+class SessionLinks:
+    """A replica's sessions with all shards; see `connect`."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        starts: Sequence[int],
+        hellos: Sequence[dict[str, Any]],
+        push_bytes: Sequence[int],
+        config: ConnectConfig,
+    ) -> None:
+        self.starts, self._push_bytes = starts, push_bytes
+        self._store, self._config = store, config
+        self.lines = [
+            _Line(rendezvous(store), shard, hello, config.patience)
+            for shard, hello in enumerate(hellos)
+        ]
+        self._over = threading.Event()
+        self._name = f"beat/{hellos[0]['worker']}/{hellos[0]['incarnation']}"
+        self._worker = (hellos[0]["worker"], hellos[0]["incarnation"])
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        store, number = rendezvous(self._store), 0
+        with contextlib.suppress(RuntimeError):
+            while not self._over.is_set():
+                number += 1
+                store.set(self._name, str(number))
+                self._over.wait(self._config.beat_every)
+
+    def push(self, shard: int, request: Request, whole: Tensor) -> Future[Tensor]:
+        """As of Links."""
+        return self.lines[shard].submit(0, self.lines[shard].push, request, whole)
+
+    def fetch(
+        self, shard: int, request: Request, reply_bytes: Callable[[bool], int]
+    ) -> Future[tuple[Tensor, bool]]:
+        """As of Links."""
+        return self.lines[shard].submit(1, self.lines[shard].fetch, request, reply_bytes)
+
+    def close(self) -> None:
+        """As of Links."""
+        self._over.set()
+        for line, size in zip(self.lines, self._push_bytes, strict=True):
+            line.leave(Request(Kind.LEAVE, *self._worker), message(size).zero_())
+
+    def abandon(self) -> None:
+        """End the sessions without a word, as a process that dies does."""
+        self._over.set()
+        for line in self.lines:
+            line.abandon()
+
+
+def connect(
+    model: nn.Module,
+    store: dist.Store,
+    *,
+    worker: int,
+    shards: int = 1,
+    config: DownpourConfig | None = None,
+    patience: ConnectConfig | None = None,
+) -> Client:
+    """Make a replica of this process, and wait until it has the shards' parameters.
+
+    Args:
+        model: Whose parameters become the shards'. The first replica's are where the run begins.
+        store: The one that the shards were given.
+        worker: This replica's number, 0 or more: a process that is started anew has the number
+            that it had, and the shards refuse what its earlier start still sends.
+        shards: How many there are.
+        config: When it exchanges and how.
+        patience: How long it waits for shards.
+
+    Returns:
+        The replica; call `step` after each backward pass, and `close` at the end.
+
+    Raises:
+        ValueError: Before anything is changed, for a model that shards can't hold, or that is
+            another one than the shards'.
+        CommunicationError: A shard does not answer.
+    """
+    check_number(worker, name="worker", least=0)
+    check_number(shards, name="shards", least=1)
+    config = config or DownpourConfig()
+    codecs = (config.push_codec, config.fetch_codec)
+    check_model(model, buffers=config.buffers, codecs=any(codecs))
+    starts, digest = cut(model, shards=shards), layout_digest(model, shards=shards)
+    names = [None if codec is None else codec.name for codec in codecs]
+    dtype = named_parameters(model)[0][1].dtype
+    place = rendezvous(store)
+    incarnation = int(place.add(f"incarnation/{worker}", 1))
+    sizes = [b - a for a, b in pairwise(starts)]
+    hellos = [
+        {
+            "worker": worker,
+            "incarnation": incarnation,
+            "digest": digest,
+            "shards": shards,
+            "numel": size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "push_codec": names[0],
+            "fetch_codec": names[1],
+        }
+        for size in sizes
+    ]
+    codec = config.push_codec
+    push_bytes = [codec.payload_bytes(n) if codec else n * dtype.itemsize for n in sizes]
+    links = SessionLinks(store, starts, hellos, push_bytes, patience or ConnectConfig())
+    try:
+        values = flat_values(model)
+        for line, (a, b) in zip(links.lines, pairwise(starts), strict=True):
+            line.values = values[a:b].clone
+            line.open()
+        client = Client(model, links, config=config, worker=worker, incarnation=incarnation)
+        for shard, line in enumerate(links.lines):
+            line.values = partial(client.values_of, shard)
+        return client.start()
+    except BaseException:
+        links.abandon()
+        raise

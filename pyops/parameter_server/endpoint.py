@@ -1,0 +1,66 @@
+"""Endpoint: a shard's end of one replica's session, from message to message.
+
+push message  -> Part.read -> ParameterShard.push  -> reply
+fetch message -> ParameterShard.fetch -> Part.write -> reply with parameters
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyops.comm.compression.codec import Codec
+from pyops.parameter_server.messages import HEADER_BYTES, Request, Verdict, message
+from pyops.parameter_server.shard import ParameterShard
+from pyops.parameter_server.vectors import Part
+
+__all__ = ["Endpoint"]
+
+
+class Endpoint:
+    """What a shard keeps for one replica's session.
+
+    Args:
+        shard: The shard.
+        push_codec: How pushes are written.
+        fetch_codec: How fetches are written: as differences to what the replica has, which is
+            kept here, one vector for each session.
+    """
+
+    def __init__(
+        self, shard: ParameterShard, *, push_codec: Codec | None, fetch_codec: Codec | None
+    ) -> None:
+        numel, dtype = shard.parameter.numel(), shard.parameter.dtype
+        self.shard = shard
+        self.pushes = Part(numel, dtype=dtype, codec=push_codec)
+        self.fetches = Part(numel, dtype=dtype, codec=fetch_codec)
+        self._gradient = torch.zeros(numel, dtype=dtype, device="cpu")
+        self._sent = torch.zeros(numel, dtype=dtype, device="cpu") if fetch_codec else None
+
+    def read_push(self, whole: Tensor) -> None:
+        """Decode a push; the shard is not touched, so other sessions may use it meanwhile."""
+        self.pushes.read(whole[HEADER_BYTES:], self._gradient)
+
+    def push(self, request: Request) -> Tensor:
+        """Apply the push that was read; the reply's message."""
+        return self.shard.push(request, self._gradient).write(message())
+
+    def fetch(self, request: Request) -> Tensor:
+        """The reply's message, with parameters as the request asks for them."""
+        reply, values = self.shard.fetch(request)
+        entire = bool(request.whole)
+        size = self.fetches.whole_bytes if entire else self.fetches.payload_bytes
+        answer = message(size)
+        payload = answer[HEADER_BYTES:]
+        if reply.verdict != Verdict.FETCHED:
+            payload.zero_()
+        elif self._sent is None or entire:
+            self.fetches.write(values, payload, whole=True)
+            if self._sent is not None:
+                self._sent.copy_(values)
+        else:
+            self.fetches.write(values - self._sent, payload)
+            difference = torch.empty_like(values)
+            self.fetches.read(payload, difference)
+            self._sent += difference
+        return reply.write(answer)

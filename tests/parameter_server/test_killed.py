@@ -1,0 +1,106 @@
+"""Processes of replicas and shards that are killed at any moment: the others go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.parameter_server import DownpourConfig, ShardConfig
+from tests.grids import cut
+from tests.parameter_server.replicas import adagrad, mean_loss, model
+from tests.parameter_server.shard_threads import (
+    replica,
+    replica_process,
+    served,
+    shard_process,
+    tcp_store,
+)
+from tests.workers import fork_server
+
+pytestmark = pytest.mark.cpu_only
+
+
+def kill(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(10)
+    assert not process.is_alive()
+
+
+def wait_for(process: Any, seconds: float = 60.0) -> None:
+    process.join(seconds)
+    alive = process.is_alive()
+    if alive:
+        process.kill()
+    assert not alive, "the process hangs"
+
+
+@pytest.mark.parametrize("moment", cut([(n,) for n in range(50)], keep=[(3,)]))
+def test_replicas_that_are_killed_leave_the_others_their_way(moment: int):
+    """Each shard has all of a push or nothing, and the rest of the run is not held up."""
+    context, drawn = fork_server(), random.Random(moment)
+    config = ShardConfig(max_staleness=4, record=True)
+    with served(adagrad(0.02), shards=2, config=config) as shards:
+        port = shards.store.port
+        killed = [
+            context.Process(target=replica_process, args=(port, w, 100_000, 2, 0.0)) for w in (1, 2)
+        ]
+        for process in killed:
+            process.start()
+        steps = 60
+        client = replica(shards.store, 0, 20, shards=2)
+        began = time.monotonic()
+        for process in killed:
+            time.sleep(drawn.random() * 0.15)
+            kill(process)
+        client = replica(shards.store, 3, steps, shards=2)
+        assert time.monotonic() - began < 30
+    for report in shards.reports.values():
+        pushes = [entry for entry in report.log if entry[0] == "push"]
+        assert len(set(pushes)) == len(pushes) == report.version  # each once, whole
+        for worker in (1, 2):
+            sequences = [s for _, w, s in pushes if w == worker]
+            assert sequences == list(range(1, len(sequences) + 1))
+        assert sum(w == 3 for _, w, _ in pushes) == steps
+        assert report.counts.lost_members == 2
+    assert mean_loss(client.model) < mean_loss(model())
+
+
+@pytest.mark.parametrize("moment", cut([(n,) for n in range(10)], keep=[(4,)]))
+def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(moment: int, tmp_path: Path):
+    context, drawn = fork_server(), random.Random(moment)
+    store, every = tcp_store(), 5
+    receive, send = context.Pipe(duplex=False)
+
+    def start() -> Any:
+        process = context.Process(
+            target=shard_process, args=(store.port, 0, 1, str(tmp_path), every, send)
+        )
+        process.start()
+        return process
+
+    shard = start()
+    worker = context.Process(target=replica_process, args=(store.port, 1, 80, 1, 0.002))
+    worker.start()
+    client = replica(store, 0, 10)
+    time.sleep(drawn.random() * 0.2)
+    kill(shard)
+    state = torch.load(tmp_path / "shard-0.pt", weights_only=True)["state"]
+    shard = start()
+    client = replica(store, 2, 30, config=DownpourConfig(fetch_delay=0))
+    wait_for(worker)
+    store.set("pyops/parameter_server/stop", "1")
+    assert receive.poll(30)
+    report = receive.recv()
+    wait_for(shard)
+    assert report.epoch == 2
+    assert report.version >= state["version"] + every
+    assert report.counts.lost_pushes <= every
+    assert report.counts.applied + report.counts.lost_pushes == 10 + 80 + 30
+    assert mean_loss(client.model) < mean_loss(model())

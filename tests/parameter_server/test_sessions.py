@@ -1,0 +1,163 @@
+"""Shards and replicas over real sessions, in threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pyops.comm import Int8
+from pyops.failure import CommunicationError
+from pyops.parameter_server import (
+    ConnectConfig,
+    DownpourConfig,
+    ServerConfig,
+    ShardConfig,
+    connect,
+    serve,
+)
+from tests.parameter_server.replicas import adagrad, gradient, model, run, sgd, uneven
+from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
+
+pytestmark = pytest.mark.cpu_only
+
+
+def together(store, count: int, steps: int, **options) -> list:
+    """Replicas in threads; their clients."""
+    clients: dict[int, object] = {}
+
+    def live(worker: int) -> None:
+        clients[worker] = replica(store, worker, steps, seconds=0.0005, **options)
+
+    threads = [threading.Thread(target=live, args=(w,)) for w in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [clients[w] for w in range(count)]
+
+
+def test_a_replica_over_sessions_is_that_of_virtual_time_bit_for_bit():
+    config = DownpourConfig(fetch_delay=0)
+    with served(adagrad(0.05), shards=2) as shards:
+        client = replica(shards.store, 0, 5, shards=2, config=config)
+    virtual = run(uneven(1, steps=5), adagrad(0.05), shards=2, fetch_delay=0)
+    assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
+    assert [report.version for report in shards.reports.values()] == [5, 5]
+
+
+def test_a_recorded_run_of_threads_is_replayed_in_virtual_time_bit_for_bit(tmp_path: Path):
+    config = ShardConfig(record=True)
+    with served(adagrad(0.05), config=config, server=ServerConfig(snapshots=tmp_path)) as shards:
+        together(shards.store, 3, 6)
+    log = shards.reports[0].log
+    assert sum(kind == "push" for kind, _, _ in log) == 18
+    again = run(uneven(3, steps=6), adagrad(0.05), shards=2, shard_config=ShardConfig(replay=log))
+    kept = torch.load(tmp_path / "shard-0.pt", weights_only=True)["state"]["parameters"]
+    assert torch.equal(again.parameters(), kept)
+
+
+def test_codecs_travel_over_sessions():
+    config = DownpourConfig(push_codec=Int8(), fetch_codec=Int8(), fetch_delay=0)
+    with served(sgd(0.05)) as shards:
+        client = replica(shards.store, 0, 6, config=config)
+    virtual = run(
+        uneven(1, steps=6), sgd(0.05), fetch_delay=0, push_codec=Int8(), fetch_codec=Int8()
+    )
+    assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
+    assert shards.reports[0].version == 6
+
+
+def test_another_model_is_refused_and_stays_as_it_was():
+    with served(sgd(0.05)) as shards:
+        replica(shards.store, 0, 1)
+        other = nn.Linear(9, 18)
+        before = other.weight.data_ptr()
+        with pytest.raises(ValueError, match=r"worker 1 and shard 0 differ .* start all with"):
+            connect(other, shards.store, worker=1)
+        assert other.weight.data_ptr() == before
+        with pytest.raises(ValueError, match=r"knows no codec .*ServerConfig\(codecs="):
+            config = DownpourConfig(push_codec=Int8(block=128))
+            connect(model(), shards.store, worker=1, config=config)
+
+
+def test_an_old_incarnation_is_refused_by_number():
+    with served(sgd(0.05)) as shards:
+        waits = ConnectConfig(beat_every=0.2)
+        module = model()
+        old = connect(module, shards.store, worker=4, patience=waits)
+        new = connect(model(), shards.store, worker=4, patience=waits)
+        gradient(module, 4, 0)
+        with pytest.raises(CommunicationError, match="worker 4: shard 0 refused incarnation 1"):
+            for _ in range(3):
+                old.step()
+        old.links.abandon()
+        assert new.incarnation == 2
+        new.close()
+    assert shards.reports[0].version == 0
+    assert shards.reports[0].counts.refused["OLD_INCARNATION"] >= 1
+
+
+def test_a_replica_without_a_sign_of_life_is_lost_and_holds_up_nobody():
+    config = ShardConfig(max_staleness=0)
+    with served(sgd(0.05), config=config, server=ServerConfig(lease=0.4)) as shards:
+        silent = connect(model(), shards.store, worker=1, patience=ConnectConfig(beat_every=1000.0))
+        replica(shards.store, 0, 4, config=DownpourConfig(fetch_delay=0))
+        silent.links.abandon()
+    assert shards.reports[0].version == 4
+    assert shards.reports[0].counts.lost_members == 1
+
+
+def test_a_shard_that_is_started_again_goes_on_from_its_snapshot(tmp_path: Path):
+    server = ServerConfig(snapshots=tmp_path)
+    options = {"config": ShardConfig(snapshot_every=3), "server": server}
+    store, versions = tcp_store(), []
+    first = Served(store, adagrad(0.05), 1, **options)
+    module = model()
+    client = connect(
+        module,
+        store,
+        worker=0,
+        config=DownpourConfig(fetch_delay=0),
+        patience=ConnectConfig(beat_every=0.2),
+    )
+    for step in range(10):
+        gradient(module, 0, step)
+        if step == 5:
+            first.stop()
+            second = Served(store, adagrad(0.05), 1, **options)
+        client.step()
+        versions.append(client.versions[0])
+    client.close()
+    second.stop()
+    assert versions == sorted(versions)
+    report = second.reports[0]
+    assert (report.epoch, report.counts.applied, report.counts.lost_pushes) == (2, 10, 0)
+    plain = run(uneven(1, steps=10), adagrad(0.05), fetch_delay=0)
+    assert torch.equal(client.buffer.data, plain.clients[0].buffer.data)
+
+
+def test_a_damaged_snapshot_is_named(tmp_path: Path):
+    (tmp_path / "shard-0.pt").write_bytes(b"no snapshot")
+    with pytest.raises(ValueError, match=r"shard-0\.pt can't be read"):
+        serve(tcp_store(), sgd(0.1), server=ServerConfig(snapshots=tmp_path))
+
+
+def test_a_second_process_for_a_shard_ends_the_first():
+    store = tcp_store()
+    first = Served(store, sgd(0.1), 1)
+    time.sleep(0.1)
+    second = Served(store, sgd(0.1), 1)
+    first.threads[0].join(10)
+    assert "another process serves it since" in str(first.errors[0])
+    second.stop()
+    assert not second.errors
+
+
+def test_no_shard_is_an_error_that_names_it():
+    with pytest.raises(CommunicationError, match=r"shard 0 did not answer within 0\.2 seconds"):
+        connect(model(), tcp_store(), worker=0, patience=ConnectConfig(patience=0.2))

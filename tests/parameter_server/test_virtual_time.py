@@ -1,0 +1,243 @@
+"""Downpour SGD in virtual time: what its replicas and shards compute, whatever the delays."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from pyops.comm import BF16, Int8, OneBit
+from pyops.flat import FlatBuffer
+from pyops.optim import SGD, Adagrad, AdamW
+from pyops.parameter_server import DownpourConfig, ShardConfig, VirtualTime, VirtualWorker
+from tests.parameter_server.replicas import (
+    adagrad,
+    gradient,
+    model,
+    quadratic,
+    run,
+    sgd,
+    uneven,
+)
+
+pytestmark = pytest.mark.cpu_only
+
+PLAIN = {
+    "sgd": lambda p: SGD(p, lr=0.07, momentum=0.9),
+    "adagrad": lambda p: Adagrad(p, lr=0.05),
+    "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def flat(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_one_replica_is_the_plain_optimizer_bit_for_bit(name: str, shards: int):
+    plain = model()
+    optimizer = PLAIN[name](plain.parameters())
+    for step in range(7):
+        gradient(plain, 0, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    virtual = run(
+        [VirtualWorker(latency=0.1, steps=7)],
+        lambda p: PLAIN[name]([p]),
+        fetch_delay=0,
+        shards=shards,
+    )
+    assert not torch.equal(flat(plain), flat(model()))
+    assert torch.equal(flat(virtual.clients[0].model), flat(plain))
+    assert all(shard.version == 7 for shard in virtual.shards)
+    assert virtual.clients[0].staleness == Counter({0: 7 * shards})
+
+
+def test_pushes_carry_one_gradient_then_n_push_of_them():
+    """Both tests of the paper's pseudo-code come before step += 1: pushes follow minibatches 1,
+    4, 7."""
+    counts = []
+    virtual = VirtualTime(
+        model,
+        gradient,
+        sgd(0.1),
+        [VirtualWorker(steps=8)],
+        config=DownpourConfig(push_every=3, fetch_every=2),
+    )
+    shard = virtual.shards[0]
+    served = shard.push
+
+    def push(request, vector):
+        counts.append(request.count)
+        return served(request, vector)
+
+    shard.push = push
+    virtual.run()
+    assert counts == [1, 3, 3, 1]  # the last one as the replica leaves
+    assert virtual.clients[0].pushed_gradients == 8
+
+
+def test_a_push_is_the_sum_of_gradients_and_with_mean_their_mean():
+    ways = {}
+    for mean in (False, True):
+        virtual = run(
+            [VirtualWorker(steps=4)],
+            sgd(0.1),
+            push_every=3,
+            fetch_every=9,
+            mean=mean,
+        )
+        ways[mean] = virtual.parameters() - flat_backward(model())
+    first, others = model(), model()
+    gradient(first, 0, 0)
+    for step in (1, 2, 3):
+        gradient(others, 0, step)
+    one, three = flat_backward(first, grads=True), flat_backward(others, grads=True)
+    torch.testing.assert_close(ways[False], -0.1 * (one + three), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ways[True], -0.1 * (one + three / 3), rtol=1e-5, atol=1e-6)
+
+
+def flat_backward(module: torch.nn.Module, *, grads: bool = False) -> torch.Tensor:
+    """The parameters or gradients as the shards have them: in reverse, aligned."""
+    buffer = FlatBuffer(module.named_parameters())
+    return (buffer.grad if grads else buffer.data).clone()
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.05), adagrad(0.05)], ids=["sgd", "adagrad"])
+def test_a_replayed_order_gives_the_same_bits_on_any_number_of_shards(optimizer):
+    first = run(uneven(4, steps=9), optimizer, shard_config=ShardConfig(record=True))
+    log = first.shards[0].log
+    assert len({entry[1] for entry in log[:12]}) > 2  # not one worker after the other
+    other = run(uneven(4, steps=9, seed=5), optimizer)
+    assert not torch.equal(other.parameters(), first.parameters())
+    for shards in (1, 2, 3):
+        again = run(
+            uneven(4, steps=9, seed=5),
+            optimizer,
+            shards=shards,
+            shard_config=ShardConfig(replay=log, record=True),
+        )
+        assert torch.equal(again.parameters(), first.parameters())
+        assert all(shard.log == log for shard in again.shards)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_fetch_is_answered_beyond_the_bound(bound: int):
+    workers = uneven(5, steps=40)
+    workers[2] = VirtualWorker(4.0, steps=12)
+    virtual = VirtualTime(
+        model,
+        gradient,
+        sgd(0.01),
+        workers,
+        config=DownpourConfig(fetch_delay=0),
+        shard_config=ShardConfig(max_staleness=bound),
+    )
+    shard, ahead = virtual.shards[0], []
+    served = shard.fetch
+
+    def fetch(request):
+        clocks = [m.clock for m in shard.members.values() if m.live and m.clock is not None]
+        own = shard.members[request.worker].clock
+        if own is not None:
+            ahead.append(own - min(clocks))
+        return served(request)
+
+    shard.fetch = fetch
+    virtual.run()
+    assert max(ahead) == bound
+    assert shard.version == 4 * 40 + 12  # nobody waited for ever
+
+
+def test_pushes_older_than_drop_after_are_refused_and_counted():
+    virtual = run(uneven(6, steps=10), sgd(0.01), shard_config=ShardConfig(drop_after=4))
+    shard = virtual.shards[0]
+    refused = shard.counts.refused["TOO_STALE"]
+    assert refused > 0
+    assert max(shard.staleness) == 4
+    assert shard.version + refused == 60
+    assert sum(c.refused["TOO_STALE"] for c in virtual.clients.values()) == refused
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 8])
+def test_a_quadratic_diverges_at_the_rate_that_theory_says(staleness: int):
+    """alpha l < 2 sin(pi / (4 tau + 2)), within one percent; replicas in turn have tau = R - 1."""
+    bound = 2 * math.sin(math.pi / (4 * staleness + 2))
+    growth = {}
+    for factor in (0.99, 1.01):
+        sizes: list[float] = []
+        virtual = VirtualTime(
+            quadratic,
+            lambda m, worker, step: m().backward(),
+            lambda p, rate=factor * bound: torch.optim.SGD([p], lr=rate),
+            [VirtualWorker(1.0, starts=r / 16) for r in range(staleness + 1)],
+            config=DownpourConfig(fetch_delay=0),
+        )
+        shard = virtual.shards[0]
+        while shard.version < 240:
+            virtual.run(virtual.clock.now + 1 / 16)
+            sizes.append(abs(shard.parameter.item()))
+        assert shard.staleness[staleness] >= 240 - staleness
+        growth[factor] = max(sizes[-40 * 16 // (staleness + 1) :]) / max(sizes[: len(sizes) // 2])
+    assert growth[0.99] < 1 < growth[1.01]
+
+
+def test_warm_start_is_made_by_the_first_replica_alone():
+    virtual = run(
+        uneven(4, steps=12), adagrad(0.05), shard_config=ShardConfig(warm_start=7, record=True)
+    )
+    pushes = [entry[1] for entry in virtual.shards[0].log if entry[0] == "push"]
+    assert pushes[:7] == [0] * 7
+    assert set(pushes[7:11]) != {0}
+    assert len(pushes) == 48
+
+
+def test_a_warm_start_whose_replica_dies_is_made_by_the_next_one():
+    workers = [VirtualWorker(steps=30, dies=3.5), *uneven(2, steps=10)]
+    virtual = run(workers, sgd(0.01), shard_config=ShardConfig(warm_start=8, record=True))
+    pushes = [entry[1] for entry in virtual.shards[0].log if entry[0] == "push"]
+    assert set(pushes[:3]) == {0}
+    assert set(pushes[3:8]) <= {0, 1}
+    assert pushes[8:].count(2) > 5
+
+
+def test_replicas_that_die_leave_the_others_their_way():
+    workers = uneven(120, steps=2)
+    for number in range(0, 120, 4):
+        workers[number] = VirtualWorker(1.0, latency=0.3, dies=0.31 + 0.02 * number, steps=2)
+    virtual = run(workers, adagrad(0.01), shards=2, shard_config=ShardConfig(max_staleness=2))
+    for shard in virtual.shards:
+        assert shard.counts.lost_members > 15
+        assert 180 <= shard.version < 240
+        assert sum(m.live for m in shard.members.values()) == 0
+
+
+@pytest.mark.parametrize("codec", [BF16(), Int8(), OneBit()], ids=lambda c: c.name)
+def test_codecs_both_ways_send_fewer_bytes_and_lose_nothing_for_good(codec):
+    """Differences carry what earlier fetches left out, and errors what pushes did."""
+    plain = run(uneven(2, steps=25), sgd(0.05))
+    coded = run(uneven(2, steps=25), sgd(0.05), push_codec=codec, fetch_codec=codec)
+    assert coded.clients[0].links.bytes < 0.75 * plain.clients[0].links.bytes
+    moved = (plain.parameters() - flat_backward(model())).norm()
+    apart = (plain.parameters() - coded.parameters()).norm()
+    assert 0 < float(apart) < 0.35 * float(moved)
+    client, shard = coded.clients[0], coded.shards[0]
+    behind = (client._known - shard.parameter.detach()).norm()
+    assert float(behind) < 0.35 * float(moved)
+
+
+def test_gradients_that_are_not_finite_are_in_no_push():
+    def poisoned(module, worker, step):
+        gradient(module, worker, step)
+        if (worker, step) == (1, 2):
+            next(module.parameters()).grad[0, 0] = math.nan
+
+    virtual = VirtualTime(
+        model, poisoned, sgd(0.05), [VirtualWorker(steps=5) for _ in range(2)]
+    ).run()
+    assert [virtual.clients[w].skipped for w in (0, 1)] == [0, 1]
+    assert virtual.shards[0].version == 9
+    assert bool(virtual.parameters().isfinite().all())
