@@ -28,7 +28,7 @@ from benchmarks.rivals import compiled, installed
 from pyops.ops.layers.cross_entropy import cross_entropy
 from pyops.tensor_parallel import linear_cross_entropy
 
-__all__ = ["cases", "peak_of", "run"]
+__all__ = ["cases", "peak_of", "run", "taken_by"]
 
 ROOT = Path(__file__).resolve().parent.parent
 Loss = Callable[..., Tensor]
@@ -204,14 +204,20 @@ def peak_of(kind: str, tokens: int, width: int, words: int, dtype: str, device: 
         loss, *operands(8, 16, 32, dtype=getattr(torch, dtype), device=where)
     )  # libraries are loaded, threads started
     leaves, targets = operands(tokens, width, words, dtype=getattr(torch, dtype), device=where)
+    return taken_by(partial(step, loss, leaves, targets), where)
+
+
+def taken_by(call: Callable[[], object], where: torch.device) -> int:
+    """Bytes that a call takes at most beyond what is there before it: on the CPU of the whole
+    process."""
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(loss, leaves, targets)
+        call()
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     resident = _status("VmRSS")
-    step(loss, leaves, targets)
+    call()
     return _status("VmHWM") - resident
 
 

@@ -4,6 +4,7 @@ configure.
     name = "small"     # outputs go to <train.folder>/<name>/
     [model]            # pyops.models.GPTConfig; with the key folder ModelFolder
     [adapter]          # AdapterConfig, with the key folder in [model]
+    [distill]          # DistillConfig
     [data]             # pyops.data.DataConfig
     [optimizer]        # OptimizerConfig
     [communication]    # CommunicationConfig
@@ -21,6 +22,7 @@ names the key, its value and the fix; nothing has been started by then.
 """
 
 from pyops.config.config_error import ConfigError
+from pyops.config.distill_config import DistillConfig
 from pyops.config.folder_config import AdapterConfig, ModelFolder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import config_of, load_config
@@ -48,6 +50,7 @@ __all__ = [
     "CommunicationConfig",
     "Config",
     "ConfigError",
+    "DistillConfig",
     "ElasticConfig",
     "ModelFolder",
     "OptimizerConfig",

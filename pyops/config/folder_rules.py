@@ -48,6 +48,8 @@ def check_folder(config: RunSections) -> None:
     if parallel.tp == 1:
         why = "shares tokens among the ranks of parallel.tp, which is 1"
         rules.append(("parallel.sequence_parallel", parallel.sequence_parallel, False, why))
+    if config.distill.on:
+        rules += _taught_rules(config)
     for key, value, taken, why in rules:
         if value != taken:
             raise ConfigError(
@@ -58,3 +60,20 @@ def check_folder(config: RunSections) -> None:
         plan_for_run(config, num_rows=1).validate()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model.folder with these sections: {error}") from None
+
+
+def _taught_rules(config: RunSections) -> list[tuple[str, Any, Any, str]]:
+    """(key, its value, the value that is taken, why a run with a teacher takes no other)."""
+    parallel, distill = config.parallel, config.distill
+    loss = "with distill.teacher has its loss in the last layer, of all tokens of a row,"
+    rules: list[tuple[str, Any, Any, str]] = [
+        ("parallel.cp", parallel.cp, 1, f"{loss} which cp shares out"),
+        ("parallel.sequence_parallel", parallel.sequence_parallel, False, f"{loss} on each rank"),
+    ]
+    if parallel.pp > 1:
+        why = "compares hidden states on one rank, but parallel.pp is above 1"
+        rules.append(("distill.hidden", distill.hidden, 0.0, why))
+    if config.adapter.rank:
+        why = "trains adapters of all of its layers ([adapter])"
+        rules.append(("distill.keep", distill.keep, (), why))
+    return rules

@@ -190,10 +190,22 @@ LISTS = {
 }
 
 
+def _pairs(value: Any, key: str) -> tuple[tuple[int, int], ...]:
+    lists = isinstance(value, list) and all(isinstance(each, list) for each in value)
+    if not lists or any([type(x) for x in each] != [int, int] for each in value):
+        raise ConfigError(
+            f"{key} is {value!r}; it must be a list of pairs of whole numbers, such as "
+            "[[0, 1], [-1, -1]]"
+        )
+    return tuple((a, b) for a, b in value)
+
+
 def _convert(value: Any, hint: Any, *, key: str) -> Any:
     """`value` as the field's type; an int will do for a float, nothing else is converted."""
     if typing.get_origin(hint) is tuple:
         of = typing.get_args(hint)[0]
+        if typing.get_origin(of) is tuple:
+            return _pairs(value, key)
         if not isinstance(value, list) or not all(type(item) is of for item in value):
             raise ConfigError(f"{key} is {value!r}; it must be a list of {LISTS[of]}")
         return tuple(value)

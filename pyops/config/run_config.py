@@ -10,7 +10,7 @@ from pyops.config.asynchronous_rules import check_asynchronous
 from pyops.config.config_error import ConfigError
 from pyops.config.folder_rules import check_folder
 from pyops.config.run_sections import RunSections
-from pyops.config.sample_rules import check_elastic
+from pyops.config.sample_rules import check_elastic, check_taught
 from pyops.config.task_config import check_task
 from pyops.context_parallel import Order
 
@@ -27,6 +27,7 @@ class Config(RunSections):
         model_folder: The Hugging Face folder that is trained in place of it: [model] with the key
             folder.
         adapter: What is trained of a folder's model in place of its parameters: [adapter].
+        distill: Whom the run learns from beside its labels: [distill].
         data: The text: [data].
         optimizer: [optimizer].
         communication: [communication].
@@ -79,6 +80,8 @@ class Config(RunSections):
                 "on the device: set zero.stage to 1"
             )
         check_task(self.task, data=self.data, vit=self.vit, coatnet=self.coatnet, bert=self.bert)
+        if self.distill.on:
+            check_taught(self)
         if self.elastic.on:
             check_elastic(self)
         self._check_sharing()

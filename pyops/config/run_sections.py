@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pyops.config.distill_config import DistillConfig
 from pyops.config.folder_config import AdapterConfig, ModelFolder
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.task_config import TaskConfig
@@ -32,6 +33,7 @@ class RunSections:
     model: GPTConfig = field(default_factory=GPTConfig)
     model_folder: ModelFolder = field(default_factory=ModelFolder, metadata={"toml": False})
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)

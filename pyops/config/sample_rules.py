@@ -16,10 +16,11 @@ from pyops.config.config_error import ConfigError
 from pyops.config.run_sections import RunSections
 from pyops.precision import PRECISIONS
 
-__all__ = ["check_elastic", "check_samples"]
+__all__ = ["check_elastic", "check_samples", "check_taught"]
 
 LAYOUT = "which a change of layout does not carry over"
 SCHEDULES = ("1f1b", "gpipe")
+CLASSIFYING = ("digits", "characters", "passages")
 
 
 def _shared_rules(config: RunSections) -> tuple[tuple[str, Any, Any, str], ...]:
@@ -105,3 +106,40 @@ def check_elastic(config: RunSections) -> None:
                 f"elastic.freeze is {config.elastic.freeze!r}, but {key} is {shown}{why}; set "
                 f'{key} to {json.dumps(taken)}, or elastic.freeze to "none"'
             )
+
+
+def check_taught(config: RunSections) -> None:
+    """Refuse what a run without a folder does not go with where it has a teacher.
+
+    Raises:
+        ValueError: An option has another value than such a run takes.
+    """
+    distill, kind = config.distill, config.task.kind
+    if kind not in CLASSIFYING:
+        raise ValueError(
+            f"distill.teacher is {distill.teacher!r}, but task.kind is {kind!r}: of runs without "
+            f"model.folder those learn from a teacher whose task.kind is one of "
+            f"{', '.join(CLASSIFYING)}; leave [distill] out, or name a folder in [model]"
+        )
+    if (cp := config.parallel.cp) > 1:
+        raise ValueError(
+            f"parallel.cp is {cp}, with which ranks share out the tokens of a sample, but "
+            f"distill.teacher is {distill.teacher!r}, which is asked about whole ones; set it to 1"
+        )
+    if distill.hidden:
+        raise ValueError(
+            f"distill.hidden is {distill.hidden}, but task.kind is {kind!r}, which learns from its "
+            "teacher's logits alone; set it to 0"
+        )
+    if distill.keep and config.task.pretrained:
+        raise ValueError(
+            f"distill.keep is {list(distill.keep)}, layers of the teacher that the student begins "
+            f"with, but task.pretrained is {config.task.pretrained!r}; leave one of them out"
+        )
+    if distill.keep and len(distill.keep) != (
+        layers := getattr(config, config.task.section).num_layers
+    ):
+        raise ValueError(
+            f"distill.keep has {len(distill.keep)} layers, but {config.task.section}.num_layers is "
+            f"{layers}; set it to {len(distill.keep)}"
+        )

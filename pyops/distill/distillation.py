@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from pyops.distill.batch import Batch, call_model
-from pyops.distill.head_input import vocabulary_logits
+from pyops.distill.head_input import VocabularyLogits, vocabulary_logits
 from pyops.distill.hidden_states import COMPARED, compared, recorded
 from pyops.distill.teacher import check_teacher
 from pyops.tensor_parallel import DivergenceConfig
 from pyops.tensor_parallel.functional.losses.linear_kl_divergence import DivergenceSums
 
 __all__ = ["Distillation", "DistillationConfig", "DistillationLoss"]
+
+Recorded = AbstractContextManager[dict[int, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +142,56 @@ class Distillation(nn.Module):
                 last layer; other vocabularies; hidden states of other widths without a projection.
         """
         check_teacher(teacher)
-        config, pairs = self.config, self.config.layers if self.config.hidden else ()
-        with _record(student, [i for i, _ in pairs]) as own:
+        with self.recorded_student(student) as own:
             ours = vocabulary_logits(student, lambda: call_model(student, batch))
-        with torch.no_grad(), _record(teacher, [j for _, j in pairs]) as other:
+        with torch.no_grad(), self.recorded_teacher(teacher) as other:
             theirs = vocabulary_logits(teacher, lambda: call_model(teacher, batch))
+        sums, hidden = self.summed(ours, theirs, own, other, targets)
+        count = sums.count.clamp(min=1)
+        return DistillationLoss(
+            self._weighted(sums, hidden) / count,
+            sums.soft / count,
+            sums.hard / count,
+            hidden.detach() / count,
+            sums.count,
+        )
+
+    def _weighted(self, sums: DivergenceSums, hidden: Tensor) -> Tensor:
+        config = self.config
+        return (config.soft + config.hard) * sums.total + config.hidden * hidden
+
+    def total(
+        self,
+        ours: VocabularyLogits,
+        theirs: VocabularyLogits,
+        own: dict[int, Tensor],
+        other: dict[int, Tensor],
+        targets: Tensor,
+    ) -> Tensor:
+        """The loss as a sum over the tokens that count, of what both models gave.
+
+        Args:
+            ours: of the student.
+            theirs: of the teacher.
+            own: the student's hidden states by layer, of those that are compared.
+            other: the teacher's.
+            targets: as of `forward`.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        return self._weighted(*self.summed(ours, theirs, own, other, targets))
+
+    def summed(
+        self,
+        ours: VocabularyLogits,
+        theirs: VocabularyLogits,
+        own: dict[int, Tensor],
+        other: dict[int, Tensor],
+        targets: Tensor,
+    ) -> tuple[DivergenceSums, Tensor]:
+        """The sums of the terms over the tokens that count: those of the logits, and that of the
+        hidden states; see `total`."""
         if ours.vocab_size != theirs.vocab_size:
             raise ValueError(
                 f"the student knows {ours.vocab_size} words, the teacher {theirs.vocab_size}; "
@@ -155,14 +202,21 @@ class Distillation(nn.Module):
             theirs.of(ours.ranks),
             targets,
             group=ours.ranks,
-            config=config.divergence(ours.vocab_size),
+            config=self.config.divergence(ours.vocab_size),
         )
-        count = sums.count.clamp(min=1)
-        hidden = self._hidden(own, other, targets) / count
-        loss = (config.soft + config.hard) * sums.total / count + config.hidden * hidden
-        return DistillationLoss(
-            loss, sums.soft / count, sums.hard / count, hidden.detach(), sums.count
-        )
+        return sums, self._hidden(own, other, targets)
+
+    def recorded_student(self, student: nn.Module) -> Recorded:
+        """Within it the hidden states that are compared are kept, by layer."""
+        return _record(student, [i for i, _ in self._pairs])
+
+    def recorded_teacher(self, teacher: nn.Module) -> Recorded:
+        """As `recorded_student`, of the teacher's layers."""
+        return _record(teacher, [j for _, j in self._pairs])
+
+    @property
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
+        return self.config.layers if self.config.hidden else ()
 
     def _hidden(self, own: dict[int, Tensor], other: dict[int, Tensor], targets: Tensor) -> Tensor:
         """The sum of all pairs over the tokens that count."""
@@ -184,6 +238,6 @@ class Distillation(nn.Module):
         return total / len(self.config.layers)
 
 
-def _record(model: nn.Module, layers: list[int]) -> AbstractContextManager[dict[int, Tensor]]:
+def _record(model: nn.Module, layers: list[int]) -> Recorded:
     """`recorded`; also of a model without a list of layers where none is asked for."""
     return recorded(model, layers) if layers else nullcontext({})

@@ -7,7 +7,7 @@ model(tokens) --> hidden states --> head      takes them away, gives a number a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from pyops.models.vocabulary_head import VocabularyHead
 from pyops.tensor_parallel import ColumnParallelLinear, LinearLogits, Ranks
 from pyops.tensor_parallel.functional.losses.vocabulary_part import VocabularyPart
 
-__all__ = ["VocabularyLogits", "vocabulary_logits"]
+__all__ = ["VocabularyLogits", "use_vocabulary_logits", "vocabulary_logits"]
+
+Result = TypeVar("Result")
 
 
 class VocabularyLogits:
@@ -72,27 +74,45 @@ def vocabulary_logits(model: nn.Module, call: Callable[[], Any]) -> VocabularyLo
         ValueError: a model without such a last layer, or that changes its logits after it (a soft
             cap, a scale).
     """
+    return use_vocabulary_logits(model, call, lambda logits: logits)
+
+
+def use_vocabulary_logits(
+    model: nn.Module, call: Callable[[], Any], use: Callable[[VocabularyLogits], Result]
+) -> Result:
+    """What `use` makes of the logits of a language model, while its last layer is called: the
+    parameters of ZeRO stage 3 are whole then.
+
+    Args:
+        model: as of `vocabulary_logits`.
+        call: as of `vocabulary_logits`.
+        use: is called once, in the last layer's place.
+
+    Raises:
+        ValueError: as `vocabulary_logits`.
+    """
     head = _head(model)
-    given: list[Tensor] = []
+    found: list[Result] = []
     placeholders: list[Tensor] = []
 
     def take(hidden: Tensor, *shape: Any, **options: Any) -> Tensor:
-        given.append(_whole(head, hidden, *shape))
-        placeholders.append(hidden.new_zeros(*given[-1].shape[:-1], 1))
+        given = _whole(head, hidden, *shape)
+        placeholders.append(hidden.new_zeros(*given.shape[:-1], 1))
+        found.append(use(VocabularyLogits(head, given)))
         return placeholders[-1]
 
     head.forward = take  # type: ignore[method-assign]
     try:
-        found = call()
+        returned = call()
     finally:
         del head.forward
-    logits = found if isinstance(found, Tensor) else _logits_in(found)
-    if len(given) != 1 or logits is not placeholders[0]:
+    logits = returned if isinstance(returned, Tensor) else _logits_in(returned)
+    if len(found) != 1 or logits is not placeholders[0]:
         raise ValueError(
             f"{type(model).__name__} does something to its logits after its last layer "
             f"{type(head).__name__}; compare whole logits with logits_divergence"
         )
-    return VocabularyLogits(head, given[0])
+    return found[0]
 
 
 def _head(model: nn.Module) -> nn.Module:

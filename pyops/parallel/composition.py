@@ -36,7 +36,13 @@ from pyops.models.context import TokenContext
 from pyops.parallel.dropout.keyed_dropout import key_dropout
 from pyops.parallel.fused_head import FusedHead, head_name
 from pyops.parallel.losses import IGNORED, CountedLoss, LabelLoss, PairLoss, loss_of
-from pyops.parallel.model_checks import check_mesh, check_model, check_optimizer, described
+from pyops.parallel.model_checks import (
+    check_loss,
+    check_mesh,
+    check_model,
+    check_optimizer,
+    described,
+)
 from pyops.parallel.optimizer_groups import OptimizerGroups
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.rows.batches import accepted_names
@@ -111,6 +117,7 @@ def parallelize(
         trains = optimizer is not None
         check_model(source.model, plan, layered=source.layered, trains=trains)
         counted = loss_of(source.model, loss)
+        check_loss(source.model, plan, counted)
         lists = []
         if plan.pp > 1 and source.layered is None:
             lists = find_block_lists(source.model, plan.pipeline.blocks)
@@ -266,7 +273,9 @@ def _recompute(model: nn.Module, plan: ParallelPlan) -> None:
 
 def _fuse(model: nn.Module, name: str, staged: StagedModel | None, loss: LabelLoss) -> FusedHead:
     """Step 8."""
-    head = FusedHead(model, model.get_submodule(name), shifts=loss.shifts, ignored=IGNORED)
+    head = FusedHead(
+        model, model.get_submodule(name), shifts=loss.shifts, ignored=IGNORED, loss=loss.in_head
+    )
     if staged is not None:
         staged.set_head(head)
     return head

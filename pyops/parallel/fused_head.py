@@ -12,9 +12,10 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,7 +28,7 @@ from pyops.tensor_parallel import (
     linear_cross_entropy,
 )
 
-__all__ = ["LABELS", "FusedHead", "SummedLoss", "head_name"]
+__all__ = ["LABELS", "FusedHead", "HeadLoss", "SummedLoss", "head_name"]
 
 LABELS = "fused_head_labels"  # the argument of a stage by which labels reach the head
 
@@ -38,6 +39,21 @@ class SummedLoss:
 
     nats: Tensor
     """The sum over the labels that count, a tensor of one number."""
+
+
+class HeadLoss(Protocol):
+    """Another loss than the cross entropy, which the last layer computes in training:
+    `pyops.distill.TaughtHead`."""
+
+    def around(
+        self, student: nn.Module, arguments: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """The model is called within, with these arguments."""
+        ...
+
+    def sum(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum over the targets [rows, T] that count, of what the last layer is given."""
+        ...
 
 
 def head_name(model: nn.Module) -> str | None:
@@ -63,10 +79,20 @@ class FusedHead:
         shifts: Whether the labels are the tokens of the input, and each position predicts the next
             one.
         ignored: The label that does not count.
+        loss: What is computed in training; None: the cross entropy, which is what is computed in
+            evaluation.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module, *, shifts: bool, ignored: int) -> None:
-        self._model, self._head = model, head
+    def __init__(
+        self,
+        model: nn.Module,
+        head: nn.Module,
+        *,
+        shifts: bool,
+        ignored: int,
+        loss: HeadLoss | None = None,
+    ) -> None:
+        self._model, self._head, self._loss = model, head, loss
         self.shifts, self.ignored = shifts, ignored
         self._labels: Tensor | None = None
         self._given: Tensor | None = None
@@ -75,27 +101,43 @@ class FusedHead:
         # Of the module alone: hooks run around it, and other models keep their heads.
         head.forward = self._forward  # type: ignore[method-assign]
 
-    def call(self, run: Callable[[], Any], labels: Tensor | None) -> Any:
+    def call(
+        self, run: Callable[[], Any], labels: Tensor | None, arguments: Mapping[str, Any]
+    ) -> Any:
         """What the model returns; or its loss, as a SummedLoss.
 
         Args:
             run: Calls the model.
             labels: Of the rows [rows, T]; None: only logits will do.
+            arguments: Of the model, by name.
+
+        Raises:
+            ValueError: The model does something to its logits, which the loss can't do without.
         """
         if labels is None or self.fits is False:
             return run()
         states = None if self.fits else random.states_of(self._model)
-        self._labels = labels
+        self._labels, loss = labels, self._loss_of_now
         try:
-            outputs = run()
+            with nullcontext() if loss is None else loss.around(self._model, arguments):
+                outputs = run()
         finally:
             given, self._given, self._labels = self._given, None, None
         if given is not None and outputs["logits"] is given:
             self.fits = True
             return SummedLoss(given.reshape(()))
+        if loss is not None:
+            raise ValueError(
+                f"{type(self._model).__name__} does something to its logits after its last layer, "
+                "so that the loss can't be computed there; it can't learn from a teacher"
+            )
         self.fits = False
         with random.with_states(states or []):  # with the dropout of the first call
             return run()
+
+    @property
+    def _loss_of_now(self) -> HeadLoss | None:
+        return self._loss if self._model.training else None
 
     def _forward(self, hidden: Tensor) -> Any:
         labels = self._labels
@@ -103,12 +145,18 @@ class FusedHead:
             return self._with_logits(hidden)
         if self.shifts:
             labels = functional.pad(labels[..., 1:], (0, 1), value=self.ignored)
+        self._given = self._sum(hidden, labels.to(hidden.device)).reshape(1, 1, 1)
+        return self._given
+
+    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
         head: Any = self._head
+        if (loss := self._loss_of_now) is not None:
+            return loss.sum(head, hidden, labels)
         cut = isinstance(head, ColumnParallelLinear)
-        total = linear_cross_entropy(
+        return linear_cross_entropy(
             hidden,
             head.weight,
-            labels.to(hidden.device),
+            labels,
             bias=head.bias,
             group=head.plan.ranks if cut else ALONE,
             reduction="sum",
@@ -116,5 +164,3 @@ class FusedHead:
                 vocab_size=head.out_features, ignore_index=self.ignored
             ),
         )
-        self._given = total.reshape(1, 1, 1)
-        return self._given

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.parallel.fused_head import SummedLoss
+from pyops.parallel.fused_head import HeadLoss, SummedLoss
 
 __all__ = [
     "IGNORED",
@@ -68,10 +68,12 @@ class LabelLoss:
     Args:
         shifts: Whether the labels are the tokens of the input, and each position predicts the next
             one, as of a causal language model.
+        in_head: What the last layer computes in training in the place of the cross entropy, such as
+            `pyops.distill.TaughtHead`; it counts the same labels. None: nothing.
     """
 
-    def __init__(self, *, shifts: bool) -> None:
-        self.shifts = shifts
+    def __init__(self, *, shifts: bool, in_head: HeadLoss | None = None) -> None:
+        self.shifts, self.in_head = shifts, in_head
 
     def _labels(self, batch: Batch) -> Tensor:
         labels = batch.get("labels")

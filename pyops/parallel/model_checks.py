@@ -12,11 +12,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pyops.flat import Placement
 from pyops.mesh import Mesh
+from pyops.parallel.fused_head import head_name
+from pyops.parallel.losses import CountedLoss, LabelLoss
 from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.stages.layered_model import LayeredModel
 from pyops.tensor_parallel import RowParallelLinear
 
-__all__ = ["check_mesh", "check_model", "check_optimizer", "described"]
+__all__ = ["check_loss", "check_mesh", "check_model", "check_optimizer", "described"]
 
 WRAPPERS = (DataParallel, DistributedDataParallel)
 
@@ -38,6 +40,33 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer is {optimizer!r}; give what makes it of a list of parameters: "
             "lambda params: pyops.optim.AdamW(params, lr=1e-4); or None to evaluate and generate"
         )
+
+
+def check_loss(model: nn.Module, plan: ParallelPlan, loss: CountedLoss) -> None:
+    """Refuse a loss that is computed in the last layer, where there is no such layer, or the plan
+    leaves it alone.
+
+    Args:
+        model: Not changed yet.
+        plan: As given.
+        loss: Of the model.
+
+    Raises:
+        ValueError: It can't be computed there.
+    """
+    if not isinstance(loss, LabelLoss) or loss.in_head is None:
+        return
+    if head_name(model) is None:
+        raise ValueError(
+            f"loss.in_head is computed in the last layer, but {type(model).__name__} has no linear "
+            "layer alone that gives the logits of a vocabulary; give a loss of whole logits"
+        )
+    for name, off in (("sequence_parallel", False), ("fused_loss", True), ("cp", 1)):
+        if (value := getattr(plan, name)) != off:
+            raise ValueError(
+                f"ParallelPlan: {name} is {value}, with which no loss is computed in the last "
+                f"layer, as loss.in_head is; set it to {off}"
+            )
 
 
 def check_mesh(mesh: Any, plan: ParallelPlan) -> None:

@@ -269,7 +269,7 @@ class Trainer:
         arguments = model_arguments(rows, self._accepted)
         if self.parts.head is None:
             return self.model(**arguments)
-        return self.parts.head.call(lambda: self.model(**arguments), rows["labels"])
+        return self.parts.head.call(lambda: self.model(**arguments), rows["labels"], arguments)
 
     def _stage_arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         arguments = model_arguments(batch, self._accepted)

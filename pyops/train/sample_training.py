@@ -42,7 +42,7 @@ from pyops.host_heap import trim_after
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
 from pyops.train.host.ranks import StopRequest
-from pyops.train.initial_weights import FirstValues, weights_of
+from pyops.train.initial_weights import FirstValues, class_teacher, kept_layers, weights_of
 from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_transition
 from pyops.train.report.metrics import peak_memory_gib
@@ -77,6 +77,8 @@ class SampleTraining(Training):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._check_norm()
         self.task = make_task(config)
+        if config.distill.on:
+            self.task.teacher = class_teacher(config, task=self.task, device=device)
         self.precision = PRECISIONS[config.precision.dtype]
         self.besides = self._rows_besides(checkpoint)
         self.elastic = self._make_elastic(pretrained=checkpoint is None)
@@ -105,10 +107,13 @@ class SampleTraining(Training):
             row = model.shared_rows.row(self.task.tokens)
             self.task.places = row.index(device=self.device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        folder = config.task.pretrained if pretrained else ""
-        weights = weights_of(Path(folder), task=self.task) if folder else None
+        keep = config.distill.keep
         initialize = FirstValues(
-            model, draw=lambda module: model.initialize(options.seed, only=module), weights=weights
+            model,
+            draw=lambda module: model.initialize(options.seed, only=module),
+            weights=self._first_weights() if pretrained else None,
+            head=bool(keep),
+            key="distill.teacher" if keep else "task.pretrained",
         )
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
         packing = PackingConfig(
@@ -150,6 +155,12 @@ class SampleTraining(Training):
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
         initialize.forget_weights()
         return made
+
+    def _first_weights(self) -> Mapping[str, Any] | None:
+        if self.config.distill.keep:
+            return kept_layers(self.config, task=self.task)
+        folder = self.config.task.pretrained
+        return weights_of(Path(folder), task=self.task) if folder else None
 
     def _elastic_config(self) -> ElasticConfig:
         """[elastic], without a cache where a sample has other inputs in each epoch, or ranks share

@@ -17,6 +17,7 @@ task             digits         passages      text
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -38,6 +39,7 @@ from pyops.data import (
 )
 from pyops.data.images import copies, enlarged
 from pyops.data.passages import FAMILIES, mask_rows
+from pyops.distill import ClassTeacher
 from pyops.elastic import PADDING
 from pyops.models import (
     BERT,
@@ -82,6 +84,10 @@ class Task(ABC):
     places: Tensor | None = None
     """int64 [n]: the places of the tokens of a row that this rank has, so that losses and scores
     are summands of the ranks; None: it has all."""
+    teacher: ClassTeacher | None = None
+    """Of a task that scores accuracy: what the samples to train on are learnt from, beside their
+    labels; None: nothing."""
+    _config: Any
 
     @abstractmethod
     def model(
@@ -100,6 +106,17 @@ class Task(ABC):
             dtype: Of the parameters.
             context: The ranks that share out the tokens of rows, as of GPT.
         """
+
+    def model_like(self, config: Any, **options: Any) -> nn.Module:
+        """As `model`, of other sizes.
+
+        Args:
+            config: Of the model.
+            options: As of `model`.
+        """
+        other = copy.copy(self)
+        other._config = config
+        return other.model(**options)
 
     @property
     def layer_names(self) -> list[str]:
@@ -129,8 +146,11 @@ class Task(ABC):
                 f"{self.name} has {bound} {what}: give "
                 f"numbers from 0 to {bound - 1}, or pyops.elastic.PADDING for rows that don't count"
             )
-        inputs, target = self._rows(samples.masked_fill(padding, 0), epoch, held_out)
+        rows = samples.masked_fill(padding, 0)
+        inputs, target = self._rows(rows, epoch, held_out)
         target = self.padding(target, samples)
+        if self.teacher is not None and not held_out:
+            target = self.teacher.targets(rows, inputs, target)
         return inputs, target, self._named(target, held_out)
 
     @abstractmethod
@@ -148,12 +168,14 @@ class Task(ABC):
         )
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """-ln p(target), summed over what counts.
+        """-ln p(target), summed over what counts; with a teacher its loss.
 
         Args:
             output: Of the last layer. Scalar, fp32 (fp64 of an fp64 model).
         """
         output = output if output.dtype == torch.float64 else output.float()
+        if self.teacher is not None:
+            return self.teacher.total(output, target)
         found = functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
         return found if self._has_first else found * 0.0
 

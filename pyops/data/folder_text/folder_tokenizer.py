@@ -91,6 +91,12 @@ class FolderTokenizer:
         found: int | None = None if token is None else self._inner.token_to_id(token)
         return found
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The number of each token."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a model that lacks some of the tokens.
 

@@ -118,7 +118,7 @@ class ModelStage(nn.Module):
                 model = self.__dict__["_model"]
                 if self.head is None:
                     return model(*args, **arguments)
-                return self.head.call(lambda: model(*args, **arguments), labels)
+                return self.head.call(lambda: model(*args, **arguments), labels, arguments)
             except StageExit as exit_:
                 self.on_exit(exit_.values)
                 return exit_.values

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pyops.comm.agreement import on_first_rank, ranks_agree
-from pyops.config import AdapterConfig, ConfigError
+from pyops.config import ConfigError
 from pyops.config.run_plan import with_keys_of_a_run
 from pyops.data.folder_text import FolderTokenizer
 from pyops.hub.folder_files import HubError, open_weights, read_config
@@ -100,57 +100,29 @@ class FolderModel:
         mesh: Mesh | None = None,
         seed: int = 0,
         device: torch.device,
-        adapter: AdapterConfig | None = None,
+        changed: Callable[[], Any] | None = None,
+        loss: Any = None,
     ) -> Trainer:
         """The model, shared out over the ranks. A collective.
 
         Args:
-            plan, optimizer, mesh, seed, device: As of `parallelize`.
-            adapter: What is trained in place of the model's parameters, which every rank reads
-                whole then; None: nothing.
+            plan, optimizer, mesh, seed, device, loss: As of `parallelize`.
+            changed: Makes the module that is trained in place of the folder's model, the same on
+                every rank, each of which reads the folder whole then; None: nothing.
 
         Raises:
             ConfigError: On every rank alike, for a plan that does not fit the model.
         """
         try:
             model: Any = self.folder
-            if adapter is not None and adapter.rank:
+            if changed is not None:
                 with ranks_agree():
-                    model = _adapted(self.folder, adapter, seed=seed)
+                    model = changed()
             return parallelize(
-                model, plan, optimizer=optimizer, mesh=mesh, seed=seed, device=device
+                model, plan, optimizer=optimizer, mesh=mesh, loss=loss, seed=seed, device=device
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{self.folder}: {with_keys_of_a_run(error)}") from None
-
-
-def _adapted(folder: str, adapter: AdapterConfig, *, seed: int) -> Any:
-    """The folder's model with PEFT's LoRA in its layers, drawn alike on every rank."""
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError(
-            f"adapter.rank is {adapter.rank}, but peft is not installed: pip install peft"
-        ) from None
-    from transformers import AutoModelForCausalLM
-
-    options = peft.LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=list(adapter.layers) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        options.fan_in_fan_out = _is_conv1d(base)
-        return peft.get_peft_model(base, options)
-
-
-def _is_conv1d(model: torch.nn.Module) -> bool:
-    """Whether linear layers are transformers' Conv1D, whose weights are [in, out]."""
-    return any(type(module).__name__ == "Conv1D" for module in model.modules())
 
 
 def _num_parameters(folder: str) -> int:

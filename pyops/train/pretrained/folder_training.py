@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import AdapterConfig, Config, ConfigError, plan_for_run
+from pyops.hub.pretrained import save_pretrained
 from pyops.parallel import OptimizerGroups, Trainer, no_decay_for_vectors
 from pyops.train.loop import check_same_options
+from pyops.train.pretrained.changed_models import changed_model
 from pyops.train.pretrained.folder_data import FolderData
 from pyops.train.pretrained.folder_model import FolderModel
+from pyops.train.pretrained.folder_teacher import leave_to_last_stage, loss_beside_teacher
 from pyops.train.setup.recipe import make_mesh, optimizer_maker
 from pyops.train.token_training import TokenTraining
 
@@ -47,14 +50,17 @@ class FolderTraining(TokenTraining):
         self.model.check_length(length, f"model.sequence_length is {length}", "make it smaller")
         self.mesh = make_mesh(config, device_type=device.type)
         self.data = FolderData(config, self.model, self.mesh)
+        loss = loss_beside_teacher(config, self.model, self.mesh, device=device)
         self.trainer = self.model.trainer(
             plan_for_run(config, num_rows=config.train.batch // self.mesh.size("dp")),
             optimizer=OptimizerGroups(optimizer_maker(config.optimizer), no_decay_for_vectors),
             mesh=self.mesh,
             seed=config.train.seed,
             device=device,
-            adapter=config.adapter,
+            changed=changed_model(config),
+            loss=loss,
         )
+        leave_to_last_stage(loss, self.trainer)
         if config.adapter.rank:
             self.last_file = "adapter/adapter_config.json"
         self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=self.num_steps)
@@ -84,7 +90,12 @@ class FolderTraining(TokenTraining):
             self.trainer.save_pretrained(folder)
             return f"trained adapters: {folder}"
         folder = self.config.folder / "model"
-        self.trainer.save_pretrained(folder)
+        if self.config.distill.keep:
+            with self.trainer.optimizer.whole_parameters():
+                model = self.trainer.model
+                save_pretrained(model, folder, mesh=self.mesh, tokenizer_from=self.model.folder)
+        else:
+            self.trainer.save_pretrained(folder)
         return f"trained folder: {folder}"
 
     def state(self) -> dict[str, Any]:
@@ -102,6 +113,7 @@ class FolderTraining(TokenTraining):
             "optimizer.name": self.config.optimizer.name,
             "precision.dtype": self.config.precision.dtype,
             **{f"adapter.{key}": value for key, value in asdict(self.config.adapter).items()},
+            "distill.keep": self.config.distill.keep,
             **{f"{key} in config.json": value for key, value in self.model.fields.items()},
         }
 
@@ -113,6 +125,7 @@ class FolderTraining(TokenTraining):
                 "model.folder out, or give this run another name"
             )
         without = {f"adapter.{key}": value for key, value in asdict(AdapterConfig()).items()}
+        without["distill.keep"] = ()
         check_same_options(path, self._recipe(), {**without, **state["recipe"]})
         self.data.batches.load_state_dict(state["data"])
         self.trainer.load_state_dict(state["trainer"])

@@ -1,0 +1,45 @@
+"""The bench of distillation at sizes that take seconds: its runs, which go on, and its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_distillation as bench
+from benchmarks.verdicts import verdicts
+from pyops.train.report.metrics import read_rows
+
+pytestmark = pytest.mark.cpu_only
+
+
+def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = bench.Sizes(
+        layers=2, dim=8, pretraining_steps=2, batch=8, passages=2, epochs=1, seeds=1, words=258,
+        max_bytes=1 << 16, folder=str(tmp_path / "runs"),
+    )  # fmt: skip
+    row = bench.passages_row(sizes)
+    assert json.loads(json.dumps(row)) == row
+    assert list(row["accuracy"]) == ["teacher", "student alone", "student distilled"]
+    teacher, alone, distilled = (each[0] for each in row["accuracy"].values())
+    assert row["of_teacher"] == pytest.approx(distilled / teacher, abs=1e-4)
+    assert row["points_above_alone"] == pytest.approx(distilled - alone, abs=0.01)
+    assert len(list(verdicts(row))) == 2
+    own, other = (
+        read_rows(tmp_path / "runs" / f"student-{name}-0" / "metrics.jsonl")[0]["loss"]
+        for name in ("alone", "distilled")
+    )
+    assert own != other, "the same loss with and without a teacher"
+    again = bench.passages_row(sizes)
+    assert again["accuracy"] == row["accuracy"]
+    assert again["seconds"] == row["seconds"], "finished runs were trained again"
+
+
+def test_all_three_steps_are_of_the_same_models():
+    torch.manual_seed(0)
+    given = bench.operands(16, 8, 40)
+    assert bench.check(given) < 1e-4
+    assert float(bench.take(bench.parts, given)) > 1
