@@ -37,6 +37,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ALL = tuple(field.name for field in fields(Config) if field.name != "name")
 
 
+def _as_lists(value: Any) -> Any:
+    """What a file says of a value, however deep its tuples lie in one another."""
+    return [_as_lists(each) for each in value] if isinstance(value, tuple | list) else value
+
+
 class Reached(Exception):
     """The model could be made."""
 
@@ -204,6 +209,6 @@ class Toml:
             found = (
                 getattr(getattr(config, at[0]), at[1]) if len(at) == 2 else getattr(config, at[0])
             )
-            if (list(found) if isinstance(found, tuple) else found) != wanted:
+            if _as_lists(found) != wanted:
                 return f"{'.'.join(at)} is {found!r}, the file has {wanted!r}"
         return ""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyops.comm.compression.names import parse
-from pyops.config.asynchronous_rules import check_asynchronous
 from pyops.config.config_error import ConfigError
-from pyops.config.folder_rules import check_folder
+from pyops.config.rules.asynchronous import check_asynchronous
+from pyops.config.rules.folder import check_folder
+from pyops.config.rules.samples import check_elastic, check_taught
 from pyops.config.run_sections import RunSections
-from pyops.config.sample_rules import check_elastic, check_taught
 from pyops.config.task_config import check_task
 from pyops.context_parallel import Order
 

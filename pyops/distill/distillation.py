@@ -190,8 +190,18 @@ class Distillation(nn.Module):
         other: dict[int, Tensor],
         targets: Tensor,
     ) -> tuple[DivergenceSums, Tensor]:
-        """The sums of the terms over the tokens that count: those of the logits, and that of the
-        hidden states; see `total`."""
+        """The sums of the terms over the tokens that count; see `total`.
+
+        Args:
+            ours: The student's logits, as hidden states and weight of the head.
+            theirs: The teacher's.
+            own: The student's hidden states, by layer.
+            other: The teacher's.
+            targets: int64 of the tokens on this rank, below 0 where none counts.
+
+        Returns:
+            The sums of the logits' terms, and that of the hidden states.
+        """
         if ours.vocab_size != theirs.vocab_size:
             raise ValueError(
                 f"the student knows {ours.vocab_size} words, the teacher {theirs.vocab_size}; "

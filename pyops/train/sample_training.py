@@ -24,7 +24,7 @@ from torch import nn
 from pyops.checkpoint import load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
-from pyops.config.sample_rules import check_samples
+from pyops.config.rules.samples import check_norm, check_samples
 from pyops.context_parallel import ContextRanks
 from pyops.elastic import (
     Elastic,
@@ -75,7 +75,7 @@ class SampleTraining(Training):
         check_samples(config)
         self.config, self.device = config, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._check_norm()
+        check_norm(config, ranks=dist.get_world_size() if dist.is_initialized() else 1)
         self.task = make_task(config)
         if config.distill.on:
             self.task.teacher = class_teacher(config, task=self.task, device=device)
@@ -85,18 +85,6 @@ class SampleTraining(Training):
         self.per_epoch = -(-self.task.samples // config.train.batch)
         self.num_steps = config.task.num_epochs * self.per_epoch or config.train.num_steps
         self.skipped, self.score = 0, math.nan
-
-    def _check_norm(self) -> None:
-        """ConfigError for a norm over the images of a batch where ranks share them out: each would
-        keep other running statistics."""
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if (config := self.config).task.section == "coatnet" and ranks > 1:
-            norm = config.coatnet.norm
-            if norm != "layer":
-                raise ConfigError(
-                    f"coatnet.norm is {norm!r}, whose statistics are of the images of a rank, but "
-                    f'there are {ranks} ranks; set it to "layer", or start one process'
-                )
 
     def _make_elastic(self, *, pretrained: bool) -> Elastic:
         config, options = self.config, self.config.train

@@ -217,7 +217,7 @@ def test_without_a_cluster_it_is_the_layout_of_a_file(capsys, file: Path):
         (["--cluster", "h100", "--fix", "tp"], "--fix tp is no assignment; write --fix tp=2"),
         (["--cluster", "h100", "--fix", "tp=two"], "--fix tp=two: 'two' is no whole number"),
         (["--cluster", "h100", "--fix", "sequence_parallel=1"], "sequence_parallel=true, or false"),
-        (["--cluster", "h100", "--fix", "ep=2"], "fixed has 'ep', which a layout has not"),
+        (["--cluster", "h100", "--fix", "ep=2"], "fixed has ep='2': pyops has no layer of experts"),
         (["--cluster", "h100", "--memory-part", "2"], "memory_part is 2.0; give a number above 0"),
         (["--cluster", "b200", "--batch", "16"], "precision is 'fp32', for which the file of"),
         (["--cluster", "a100", "--sequence", "64"], "sequence_length is 64, but the table of"),
@@ -236,7 +236,7 @@ def test_what_makes_no_sense_is_refused(capsys, file: Path, words: list[str], me
 
 def test_models_that_are_not_known_are_refused(capsys, folder: Path, tmp_path: Path):
     assert "can't be read" in refused(capsys, tmp_path / "none", "--cluster", "h100")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mixtral"}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mamba"}))
     assert "costs are not known" in refused(capsys, folder, "--cluster", "h100")
     (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": "4096"}))
     assert "hidden_size = '4096'; it must be" in refused(capsys, folder, "--cluster", "h100")

@@ -16,7 +16,7 @@ from pyops.config.config_error import ConfigError
 from pyops.config.run_sections import RunSections
 from pyops.precision import PRECISIONS
 
-__all__ = ["check_elastic", "check_samples", "check_taught"]
+__all__ = ["check_elastic", "check_norm", "check_samples", "check_taught"]
 
 LAYOUT = "which a change of layout does not carry over"
 SCHEDULES = ("1f1b", "gpipe")
@@ -142,4 +142,15 @@ def check_taught(config: RunSections) -> None:
         raise ValueError(
             f"distill.keep has {len(distill.keep)} layers, but {config.task.section}.num_layers is "
             f"{layers}; set it to {len(distill.keep)}"
+        )
+
+
+def check_norm(config: RunSections, *, ranks: int) -> None:
+    """ConfigError for a norm over the images of a batch where ranks share them out: each would
+    keep other running statistics."""
+    norm = config.coatnet.norm
+    if config.task.section == "coatnet" and ranks > 1 and norm != "layer":
+        raise ConfigError(
+            f"coatnet.norm is {norm!r}, whose statistics are of the images of a rank, but there "
+            f'are {ranks} ranks; set it to "layer", or start one process'
         )
