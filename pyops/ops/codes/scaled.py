@@ -378,8 +378,8 @@ def scale_product_reference(
     acc: Tensor, *operands: Any, activation: str | None, dtype: torch.dtype
 ) -> Tensor:
     """The op in plain torch. `operands`: row_scales, column_scales, row_zeros, sums, bias."""
-    check_sums(acc, *operands, activation=activation, dtype=dtype)
     row_scales, column_scales, row_zeros, sums, bias = operands
+    check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, activation, dtype)
     lead = acc.shape[:-1]
 
     def of_rows(t: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def scale_product(
 ) -> Tensor:
     """act(s (acc - z sums) t + bias). `operands`: row_scales, column_scales, row_zeros, sums,
     bias."""
-    check_sums(acc, *operands, activation=activation, dtype=dtype)
-    row_scales, _, row_zeros, _, bias = operands
+    row_scales, column_scales, row_zeros, sums, bias = operands
+    check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, activation, dtype)
     acc, rows, columns = last_dim_first(acc)
     y = acc.new_empty(acc.shape, dtype=dtype)
     if rows:
