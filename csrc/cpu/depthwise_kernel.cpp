@@ -18,12 +18,25 @@ namespace {
 
 #define PYOPS_UNROLL _Pragma("GCC unroll 32")
 
+constexpr int PIXELS_OF_A_BLOCK = 8;      // at most
 constexpr int64_t PIXELS_IN_A_SUM = 128;  // added up in fp32, about, before they go into float64
 
-// P outputs from column `o` on. LEFT, RIGHT: the first, the last column read is beyond the image.
-template <int STRIDE, int P, bool LEFT, bool RIGHT, typename V, typename T>
+// Neighbouring pixels of a row; left, right: the first, the last column read is beyond the image.
+struct Block {
+    int pixels;
+    bool left, right;
+
+    bool at_an_edge() const { return left || right; }
+    // Whether column `q` of those that it reads is in the image.
+    bool reads(int q, int columns) const {
+        return !(left && q == 0) && !(right && q == columns - 1);
+    }
+};
+
+// P outputs from column `o` on. EDGE: columns that it reads may be beyond the image.
+template <int STRIDE, int P, bool EDGE, typename V, typename T>
 inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, const T* bias,
-                                        int64_t channels, int64_t c, T* y) {
+                                        int64_t channels, int64_t c, T* y, Block block) {
     constexpr int READ = STRIDE * (P - 1) + TAPS;
     V sums[P], start(T(0));
     if (bias) load(start, bias + c);
@@ -37,7 +50,7 @@ inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, con
         for (int tap = 0; tap < TAPS; ++tap) load(k[tap], taps + (TAPS * i + tap) * channels + c);
         PYOPS_UNROLL
         for (int q = 0; q < READ; ++q) {
-            if ((LEFT && q == 0) || (RIGHT && q == READ - 1)) continue;
+            if (EDGE && !block.reads(q, READ)) continue;
             V x;
             load(x, rows[i] + q * channels + c);
             PYOPS_UNROLL
@@ -51,10 +64,29 @@ inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, con
     for (int p = 0; p < P; ++p) store(y + p * channels + c, sums[p]);
 }
 
+// The same of one channel, for those after the last whole register: one loop for blocks of any width,
+// with the sums in the same order.
+template <int STRIDE, typename T>
+__attribute__((noinline)) void forward_channel(const T* const* rows, const T* taps, const T* bias,
+                                               int64_t channels, T* y, Block block) {
+    const int read = STRIDE * (block.pixels - 1) + TAPS;
+    for (int p = 0; p < block.pixels; ++p) {
+        T sum = bias ? *bias : T(0);
+        for (int i = 0; i < TAPS; ++i) {
+            for (int tap = 0; rows[i] && tap < TAPS; ++tap) {
+                const int q = STRIDE * p + tap;
+                if (!block.reads(q, read)) continue;
+                sum = fused(taps[(TAPS * i + tap) * channels], rows[i][q * channels], sum);
+            }
+        }
+        y[p * channels] = sum;
+    }
+}
+
 // P inputs from an even column on: dx where it is wanted, and sums [10, channels] of the taps.
-template <int STRIDE, int P, bool LEFT, bool RIGHT, bool DX, bool DW, typename V, typename T>
+template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename V, typename T>
 inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, const T* x,
-                                         int64_t channels, int64_t c, T* dx, T* sums) {
+                                         int64_t channels, int64_t c, T* dx, T* sums, Block block) {
     using Place = TapPlace<STRIDE>;
     constexpr int READ = STRIDE == 1 ? P + 2 : P / 2 + 1;
     V in[P], out[P], of_bias;
@@ -75,7 +107,7 @@ inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, co
         }
         PYOPS_UNROLL
         for (int q = 0; q < READ; ++q) {
-            if ((LEFT && q == 0) || (RIGHT && q == READ - 1)) continue;
+            if (EDGE && !block.reads(q, READ)) continue;
             V dy;
             load(dy, rows[i] + q * channels + c);
             PYOPS_UNROLL
@@ -102,46 +134,56 @@ inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, co
     }
 }
 
+template <int STRIDE, bool DX, bool DW, typename T>
+__attribute__((noinline)) void backward_channel(const T* const* rows, const T* taps, const T* x,
+                                                int64_t channels, T* dx, T* sums, Block block) {
+    using Place = TapPlace<STRIDE>;
+    const int read = STRIDE == 1 ? block.pixels + 2 : block.pixels / 2 + 1;
+    T out[PIXELS_OF_A_BLOCK] = {};
+    for (int i = 0; i < TAPS; ++i) {
+        for (int q = 0; rows[i] && q < read; ++q) {
+            if (!block.reads(q, read)) continue;
+            const T dy = rows[i][q * channels];
+            for (int p = 0; p < block.pixels; ++p) {
+                for (int tap = 0; tap < TAPS; ++tap) {
+                    if (!Place::meets(p, tap) || Place::output(p, tap) != q - (STRIDE == 1))
+                        continue;
+                    const int64_t place = (TAPS * i + tap) * channels;
+                    if (DX) out[p] = fused(taps[place], dy, out[p]);
+                    if (DW) sums[place] = fused(x[p * channels], dy, sums[place]);
+                    if (DW && i == 1 && tap == 1) sums[TAPS * TAPS * channels] += dy;
+                }
+            }
+        }
+    }
+    for (int p = 0; DX && p < block.pixels; ++p) dx[p * channels] = out[p];
+}
+
 template <int N>
 struct Count {
     static constexpr int value = N;
 };
 
 // Calls f(Count<P>{}, start) on blocks of 8 pixels where there are registers for them, and of 4, 2
-// and 1 for the rest.
-template <typename F>
+// and 1 for the rest. Each P is compiled sixteen times over: float64, which nobody trains images
+// in, has blocks of 2 and 1.
+template <typename T, typename F>
 inline PYOPS_INLINE void by_blocks(int64_t pixels, const F& f) {
     int64_t start = 0;
-    if constexpr (Wide<float>::N >= 16)
+    if constexpr (sizeof(T) == 4 && Wide<T>::N >= 16)
         for (; start + 8 <= pixels; start += 8) f(Count<8>{}, start);
-    for (; start + 4 <= pixels; start += 4) f(Count<4>{}, start);
-    if (pixels & 2) f(Count<2>{}, start);
+    if constexpr (sizeof(T) == 4)
+        for (; start + 4 <= pixels; start += 4) f(Count<4>{}, start);
+    for (; start + 2 <= pixels; start += 2) f(Count<2>{}, start);
     if (pixels & 1) f(Count<1>{}, pixels - 1);
 }
 
-// Calls f(Flag<left>{}, Flag<right>{}).
-template <bool VALUE>
-struct Flag {
-    static constexpr bool value = VALUE;
-};
-template <typename F>
-inline PYOPS_INLINE void with_edges(bool left, bool right, const F& f) {
-    if (left && right)
-        f(Flag<true>{}, Flag<true>{});
-    else if (left)
-        f(Flag<true>{}, Flag<false>{});
-    else if (right)
-        f(Flag<false>{}, Flag<true>{});
-    else
-        f(Flag<false>{}, Flag<false>{});
-}
-
-// Calls f(Lane<V>{}, c) for the registers of all channels, and with single numbers for the rest.
-template <typename T, typename F>
-inline PYOPS_INLINE void by_channels(int64_t channels, const F& f) {
+// Calls f(c) for the registers of all channels, and rest(c) for each channel after them.
+template <typename T, typename F, typename G>
+inline PYOPS_INLINE void by_channels(int64_t channels, const F& f, const G& rest) {
     int64_t c = 0;
-    for (; c + Wide<T>::N <= channels; c += Wide<T>::N) f(Lane<Wide<T>>{}, c);
-    for (; c < channels; ++c) f(Lane<T>{}, c);
+    for (; c + Wide<T>::N <= channels; c += Wide<T>::N) f(c);
+    for (; c < channels; ++c) rest(c);
 }
 
 // What one row of outputs is made of; in backward, one row of inputs. Rows of x (of dy) that are
@@ -154,58 +196,76 @@ struct Line {
     int64_t width, out_width, channels;  // pixels of a row of x and of y
 
     // The rows from a column on, perhaps the one before the first.
-    void from(const T** places, int64_t column) const {
-        for (int i = 0; i < TAPS; ++i) places[i] = rows[i] ? rows[i] + column * channels : nullptr;
+    void from(const T** places, int64_t column, int64_t channel = 0) const {
+        for (int i = 0; i < TAPS; ++i)
+            places[i] = rows[i] ? rows[i] + column * channels + channel : nullptr;
     }
 };
 
-template <int STRIDE, int P, bool LEFT, bool RIGHT, typename T>
-__attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o) {
+template <int STRIDE, int P, bool EDGE, typename T>
+__attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o, Block block) {
     const T* rows[TAPS];
     line.from(rows, TapPlace<STRIDE>::input(o, 0));
     const int64_t channels = line.channels;
     const T *const taps = line.taps, *const bias = line.bias;
     T* const y = line.out + o * channels;
-    by_channels<T>(channels, [&](auto lane, int64_t c) PYOPS_INLINE {
-        forward_pixels<STRIDE, P, LEFT, RIGHT, typename decltype(lane)::type>(rows, taps, bias,
-                                                                              channels, c, y);
-    });
+    by_channels<T>(
+        channels,
+        [&](int64_t c) PYOPS_INLINE {
+            forward_pixels<STRIDE, P, EDGE, Wide<T>>(rows, taps, bias, channels, c, y, block);
+        },
+        [&](int64_t c) {
+            const T* of_channel[TAPS];
+            line.from(of_channel, TapPlace<STRIDE>::input(o, 0), c);
+            forward_channel<STRIDE>(of_channel, taps + c, bias ? bias + c : nullptr, channels,
+                                    y + c, block);
+        });
 }
 
-template <int STRIDE, int P, bool LEFT, bool RIGHT, bool DX, bool DW, typename T>
-__attribute__((noinline)) void backward_block(const Line<T>& line, int64_t w) {
+template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename T>
+__attribute__((noinline)) void backward_block(const Line<T>& line, int64_t w, Block block) {
     const T* rows[TAPS];
     line.from(rows, STRIDE == 1 ? w - 1 : w / 2);
     const int64_t channels = line.channels;
     const T *const taps = line.taps, *const x = DW ? line.x + w * channels : nullptr;
     T *const dx = DX ? line.out + w * channels : nullptr, *const sums = line.sums;
-    by_channels<T>(channels, [&](auto lane, int64_t c) PYOPS_INLINE {
-        backward_pixels<STRIDE, P, LEFT, RIGHT, DX, DW, typename decltype(lane)::type>(
-            rows, taps, x, channels, c, dx, sums);
-    });
+    by_channels<T>(
+        channels,
+        [&](int64_t c) PYOPS_INLINE {
+            backward_pixels<STRIDE, P, EDGE, DX, DW, Wide<T>>(rows, taps, x, channels, c, dx, sums,
+                                                              block);
+        },
+        [&](int64_t c) {
+            const T* of_channel[TAPS];
+            line.from(of_channel, STRIDE == 1 ? w - 1 : w / 2, c);
+            backward_channel<STRIDE, DX, DW>(of_channel, taps + c, DW ? x + c : nullptr, channels,
+                                             DX ? dx + c : nullptr, sums + c, block);
+        });
 }
 
 template <int STRIDE, typename T>
 void forward_line(const Line<T>& line) {
-    by_blocks(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
+    by_blocks<T>(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
         constexpr int P = decltype(count)::value;
-        const bool right = STRIDE * (o + P - 1) + 1 >= line.width;
-        with_edges(o == 0, right, [&](auto at_left, auto at_right) PYOPS_INLINE {
-            forward_block<STRIDE, P, decltype(at_left)::value, decltype(at_right)::value>(line, o);
-        });
+        const Block block{P, o == 0, STRIDE * (o + P - 1) + 1 >= line.width};
+        if (block.at_an_edge())
+            forward_block<STRIDE, P, true>(line, o, block);
+        else
+            forward_block<STRIDE, P, false>(line, o, block);
     });
 }
 
 template <int STRIDE, bool DX, bool DW, typename T>
 void backward_line(const Line<T>& line) {
-    by_blocks(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
+    by_blocks<T>(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
         constexpr int P = decltype(count)::value;
         const bool right =
             STRIDE == 1 ? w + P == line.width : P > 1 && (w + P) / 2 == line.out_width;
-        with_edges(STRIDE == 1 && w == 0, right, [&](auto at_left, auto at_right) PYOPS_INLINE {
-            backward_block<STRIDE, P, decltype(at_left)::value, decltype(at_right)::value, DX, DW>(
-                line, w);
-        });
+        const Block block{P, STRIDE == 1 && w == 0, right};
+        if (block.at_an_edge())
+            backward_block<STRIDE, P, true, DX, DW>(line, w, block);
+        else
+            backward_block<STRIDE, P, false, DX, DW>(line, w, block);
     });
 }
 
