@@ -161,11 +161,6 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield name, partial(step, name, device)
 
 
-def _dense(digits: runs.Digits, seed: int, *widths: int) -> nn.Module:
-    model = runs.network(seed, widths or (64, 256, 128, 10))
-    return runs.train(digits, model, last=runs.DENSE_EPOCHS * runs.EPOCH, seed=seed)
-
-
 def _row(case: str, percent: dict[str, list[float]]) -> Row:
     rounded = {name: [round(value, 2) for value in values] for name, values in percent.items()}
     row: Row = {"bench": "pruned_digits", "case": case, "device": "cpu", "us": {}, "speedup": {}}
@@ -177,10 +172,10 @@ def _row(case: str, percent: dict[str, list[float]]) -> Row:
 def accuracy_rows() -> Iterator[Row]:
     """Percent of held-out digits that are read, seed by seed."""
     digits = runs.load()
-    networks = {seed: _dense(digits, seed) for seed in SEEDS}
+    networks = {seed: runs.dense(digits, seed) for seed in SEEDS}
     yield _row("64-256-128-10", {"dense": [digits.accuracy(m) for m in networks.values()]})
     for widths in ((64, 64, 10), (64, 48, 32, 10)):
-        read = [digits.accuracy(_dense(digits, seed, *widths)) for seed in SEEDS]
+        read = [digits.accuracy(runs.dense(digits, seed, *widths)) for seed in SEEDS]
         yield _row("-".join(map(str, widths)), {"dense": read})
     for sparsity in SPARSITIES:
         shots = [
@@ -188,7 +183,8 @@ def accuracy_rows() -> Iterator[Row]:
             for seed in SEEDS
         ]
         slowly = [
-            digits.accuracy(runs.prune_gradually(digits, sparsity, seed=seed)) for seed in SEEDS
+            runs.prune_gradually(digits, copy.deepcopy(networks[seed]), sparsity, seed=seed)
+            for seed in SEEDS
         ]
         yield _row(
             f"64-256-128-10, sparsity {sparsity}",

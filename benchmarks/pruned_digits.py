@@ -17,13 +17,24 @@ from pyops.data.digits import load_digits
 from pyops.optim import AdamW
 from pyops.pruning import CubicSchedule, Masks, gradual, hold, magnitude
 
-__all__ = ["ALL", "EPOCH", "Digits", "load", "network", "one_shot", "prune_gradually", "train"]
+__all__ = [
+    "ALL",
+    "EPOCH",
+    "Digits",
+    "dense",
+    "load",
+    "network",
+    "one_shot",
+    "prune_gradually",
+    "train",
+]
 
 ALL = ["*.weight"]  # every matrix, the last one too
-BATCH = 32
-EPOCH = 28  # steps
+BATCH = 64
+EPOCH = 14  # steps
 RATE, DECAY = 1e-3, 1e-4
 DENSE_EPOCHS, AFTER_EPOCHS, GRADUAL_EPOCHS = 40, 15, 40
+EVERY = 2  # steps from one mask to the next
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,19 @@ def train(
     return model
 
 
+def dense(digits: Digits, seed: int, *widths: int) -> nn.Sequential:
+    """A network that was trained for DENSE_EPOCHS, with all its weights.
+
+    Args:
+        digits: The images.
+        seed: Of the first values and of the order of the images.
+        widths: Of the layers; none: 64-256-128-10.
+    """
+    model = network(seed, widths or (64, 256, 128, 10))
+    train(digits, model, last=DENSE_EPOCHS * EPOCH, seed=seed)
+    return model
+
+
 def one_shot(
     digits: Digits, dense: nn.Module, sparsity: float, *, seed: int
 ) -> tuple[float, float]:
@@ -110,15 +134,14 @@ def one_shot(
     return at_once, digits.accuracy(dense)
 
 
-def prune_gradually(digits: Digits, sparsity: float, *, seed: int) -> nn.Module:
-    """A network that is trained for GRADUAL_EPOCHS and pruned from an eighth of these to five
-    eighths."""
-    model = network(seed)
-    adam = AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+def prune_gradually(digits: Digits, dense: nn.Module, sparsity: float, *, seed: int) -> float:
+    """Accuracy after GRADUAL_EPOCHS, in the first three quarters of which a trained network is
+    pruned; `dense` is changed."""
+    adam = AdamW(dense.parameters(), lr=RATE, weight_decay=DECAY)
     steps = GRADUAL_EPOCHS * EPOCH
     schedule = CubicSchedule(
-        final=sparsity, begin=steps // 8, every=EPOCH, times=GRADUAL_EPOCHS // 2, total_steps=steps
+        final=sparsity, begin=0, every=EVERY, times=3 * steps // 4 // EVERY, total_steps=steps
     )
-    with gradual(model, adam, schedule, only=ALL) as pruner:
-        train(digits, model, last=steps, seed=seed, each=pruner.step, optimizer=adam)
-    return model
+    with gradual(dense, adam, schedule, only=ALL) as pruner:
+        train(digits, dense, last=steps, seed=seed, each=pruner.step, optimizer=adam)
+    return digits.accuracy(dense)

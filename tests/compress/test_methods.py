@@ -68,6 +68,11 @@ def test_what_is_pruned_stays_so_while_the_model_learns_on(folder, step, form):
     assert pruned_stage.num_pruned == tuned.num_pruned == round(share * total)
     assert abs(zeros(model) - tuned.num_pruned) <= 2, "all of them, also after the last step"
     assert f"{before.num_parameters - tuned.num_pruned:,}" in report.table()
+    of_each = {round(float((w == 0).float().mean()), 2) for w in matrices(model).values()}
+    assert (len(of_each) > 1) == (step.get("scope") == "global")
+    if "permute" in step:
+        kept = pruned_stage.facts["kept_magnitude"]
+        assert kept["before"] < kept["after"] < 1
     halves = load_model(report.output, ranks=Ranks.of(ALONE), dtype=torch.bfloat16)
     assert all(w.equal(matrices(model)[n].bfloat16()) for n, w in matrices(halves).items())
     dense = 4 * tuned.num_parameters
@@ -157,14 +162,23 @@ def test_what_reads_plain_weights_refuses_a_quantized_folder(coded):
         hub.load(coded.output)
 
 
+INT4: dict[str, Any] = {"method": "quantize", "weights": "int4", "group": 16}
+
+
+@pytest.fixture(scope="module")
+def to_nearest(folder: Path) -> dict[str, torch.Tensor]:
+    return again(compress(run_of(folder, "int4_nearest", INT4)).output).state_dict()
+
+
 @pytest.mark.parametrize("algorithm", ["smooth", "awq", "gptq", "aware"])
-def test_each_algorithm_is_another_model(folder, algorithm):
-    step: dict[str, Any] = {"method": "quantize", "weights": "int4", "group": 16}
-    step |= {"num_steps": 3, "batch": 4} if algorithm == "aware" else {"algorithm": algorithm}
-    report = compress(run_of(folder, f"int4_{algorithm}", step))
+def test_each_algorithm_is_another_model(folder, to_nearest, algorithm):
+    more = {"num_steps": 3, "batch": 4} if algorithm == "aware" else {"algorithm": algorithm}
+    report = compress(run_of(folder, f"int4_{algorithm}", {**INT4, **more}))
     assert report.stages[-1].loss < report.stages[0].loss + 0.3
     other = again(report.output).state_dict()
-    assert any(tensor.dtype in (torch.uint8, torch.int8) for tensor in other.values())
+    codes = [name for name in other if name.endswith("codes")]
+    assert len(codes) == 2 * 4
+    assert any(not other[name].equal(to_nearest[name]) for name in codes)
 
 
 def quantized_on_rank(rank: int, group: object, folder: Path) -> float:

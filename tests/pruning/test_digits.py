@@ -4,6 +4,7 @@ beats another draw under its mask."""
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("sklearn")
 pytestmark = pytest.mark.cpu_only
 
 GRADUAL = {0.5: 97.0, 0.8: 97.0, 0.9: 97.0, 0.95: 96.0, 0.98: 93.0}  # at least, percent
+SMALL = ((64, 64, 10), (64, 48, 32, 10))  # about as many weights as 64-256-128-10 has at 0.9
 
 
 @pytest.fixture(scope="module")
@@ -24,27 +26,31 @@ def digits() -> runs.Digits:
     return runs.load()
 
 
-def dense(digits: runs.Digits, seed: int) -> nn.Module:
-    model = runs.network(seed)
-    return runs.train(digits, model, last=runs.DENSE_EPOCHS * runs.EPOCH, seed=seed)
+@functools.cache
+def dense(seed: int) -> nn.Module:
+    return runs.dense(runs.load(), seed)
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "seeds"), [(0.95, 1), *(full(sparsity, 3) for sparsity in GRADUAL)]
+    ("sparsity", "seeds"), [(0.95, 1), *(full(sparsity, 5) for sparsity in GRADUAL)]
 )
 def test_gradually_the_accuracy_stays(digits: runs.Digits, sparsity: float, seeds: int):
-    gradual, after = [], []
+    slowly, after = [], []
     for seed in range(seeds):
-        gradual.append(digits.accuracy(runs.prune_gradually(digits, sparsity, seed=seed)))
-        if sparsity == 0.95:
-            _, later = runs.one_shot(digits, dense(digits, seed), sparsity, seed=seed)
-            after.append(later)
-    assert statistics.mean(gradual) >= GRADUAL[sparsity]
-    if sparsity == 0.95:
-        assert statistics.mean(gradual) >= statistics.mean(after) + 0.3
+        model = copy.deepcopy(dense(seed))
+        slowly.append(runs.prune_gradually(digits, model, sparsity, seed=seed))
+        after.append(runs.one_shot(digits, copy.deepcopy(dense(seed)), sparsity, seed=seed)[1])
+    assert statistics.mean(slowly) >= GRADUAL[sparsity]
+    if sparsity >= 0.9:
+        assert statistics.mean(slowly) >= statistics.mean(after) + 0.3
+    if sparsity == 0.98:
+        assert statistics.mean(after) < 60
+    if sparsity == 0.9:
+        small = [[digits.accuracy(runs.dense(digits, s, *w)) for s in range(seeds)] for w in SMALL]
+        assert statistics.mean(slowly) >= max(map(statistics.mean, small)) + 0.5
 
 
-@pytest.mark.parametrize(("rounds", "epochs", "seeds"), [(3, 12, 1), full(8, runs.DENSE_EPOCHS, 3)])
+@pytest.mark.parametrize(("rounds", "epochs", "seeds"), [(3, 24, 1), full(8, runs.DENSE_EPOCHS, 3)])
 def test_a_ticket_beats_another_draw(digits: runs.Digits, rounds: int, epochs: int, seeds: int):
     gaps = []
     config = LotteryConfig(rounds, rate_of(1 - 0.6**8, rounds), only=runs.ALL)
