@@ -27,7 +27,17 @@ from pyops.config import Config, load_config
 from pyops.data import Batches, prepare, validation_rows
 from pyops.models import GPT
 
-__all__ = ["ALONE", "BASELINE", "FP32", "WAYS", "all_reduces", "losses", "steps"]
+__all__ = [
+    "ALONE",
+    "BASELINE",
+    "FP32",
+    "WAYS",
+    "Pair",
+    "all_reduces",
+    "losses",
+    "steps",
+    "torch_adamw",
+]
 
 FP32, BASELINE, ALONE = "gloo fp32", "torch DDP + AdamW", "no communication"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "gpt_small.toml"
@@ -121,7 +131,8 @@ def all_reduces(*, numel: int, names: list[str], rounds: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _torch_adamw(model: nn.Module, config: Config) -> Any:
+def torch_adamw(model: nn.Module, config: Config) -> Any:
+    """torch's fused AdamW with the configuration's options."""
     options = config.optimizer
     groups = [
         {
@@ -153,12 +164,12 @@ def _torch_ddp(model: nn.Module, config: Config, *, warmup: int, power_sgd: bool
             start_powerSGD_iter=max(2, warmup),
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return wrapped, _torch_adamw(wrapped, config)
+    return wrapped, torch_adamw(wrapped, config)
 
 
 def _alone(model: nn.Module, config: Config, *, warmup: int) -> Pair:
     """Each rank for itself, which no way to communicate can beat."""
-    return model, _torch_adamw(model, config)
+    return model, torch_adamw(model, config)
 
 
 def _pyops(
@@ -190,7 +201,15 @@ class Trainer:
     """The example GPT on the standard library's sources, communicating in one of the WAYS; calling
     it takes one step."""
 
-    def __init__(self, way: str, *, batch: int, num_steps: int, warmup: int) -> None:
+    def __init__(
+        self,
+        way: str,
+        *,
+        batch: int,
+        num_steps: int,
+        warmup: int,
+        make: Callable[..., Pair] | None = None,
+    ) -> None:
         overrides = [f"train.num_steps={num_steps}", f"train.batch={batch}"]
         overrides += [f"optimizer.lr={RATES[way]}"] if way in RATES else []
         self.config = load_config(CONFIG, overrides=overrides)
@@ -210,9 +229,8 @@ class Trainer:
         self.inner = GPT(
             self.config.model, seed=seed, device=torch.device("cpu"), dtype=torch.float32
         )
-        self.model, self.optimizer = (_alone if way == ALONE else WAYS[way])(
-            self.inner, self.config, warmup=warmup
-        )
+        make = make or (_alone if way == ALONE else WAYS[way])
+        self.model, self.optimizer = make(self.inner, self.config, warmup=warmup)
         self.clips = not hasattr(self.optimizer, "max_grad_norm")  # torch's does not
         self.tokens = (
             batch * length / (dist.get_world_size() if self.clips else 1)
@@ -303,10 +321,17 @@ def _over_schedule(trainer: Trainer, *, count: int) -> dict[str, list[float]]:
     return {"seconds": [seconds] * count, "sent": [sent] * count}
 
 
-def losses(*, way: str, batch: int, num_steps: int, warmup: int) -> dict[str, Any]:
+def losses(
+    *,
+    way: str,
+    batch: int,
+    num_steps: int,
+    warmup: int,
+    make: Callable[..., Pair] | None = None,
+) -> dict[str, Any]:
     """A run of `num_steps`: {"seconds": since the start, after each step, "loss": of each, "sent",
     "validation_loss"}."""
-    trainer = Trainer(way, batch=batch, num_steps=num_steps, warmup=warmup)
+    trainer = Trainer(way, batch=batch, num_steps=num_steps, warmup=warmup, make=make)
     own, seconds = [], []
     with Sample() as sample:
         start = time.perf_counter()

@@ -73,8 +73,8 @@ class LocalSGD(SavedReplica):
             torch.optim, or a ZeroOptimizer over the ranks of this replica.
         config: How often, what and how; see `LocalSGDConfig`.
         group: The ranks with this rank's place in their replicas, one of each replica; see
-            `pyops.mesh.resolve`. With `pyops.mesh.ALONE` a replica waits for `regroup`. Or an
-            `Exchange` of another kind.
+            `pyops.mesh.resolve`. With `pyops.mesh.ALONE` a replica waits for `regroup`, or for
+            `Members`. Or an `Exchange` of another kind.
         mesh: A torch DeviceMesh with a dimension "replica", in place of `group`.
         within: The ranks of this replica; ALONE for a replica of one process.
 
@@ -319,7 +319,8 @@ class LocalSGD(SavedReplica):
         source = max(range(len(everyone)), key=lambda rank: (everyone[rank][:3], -rank))
         _, rounds, steps, skipped, due = everyone[source]
         contributing = sum(each[:3] == everyone[source][:3] for each in everyone)
-        behind = mine[:3] != everyone[source][:3]
+        began = everyone[source][0]  # else all of them join, and begin as the first does
+        behind = mine[:3] != everyone[source][:3] or not (began or self.exchange.rank == source)
         self._take_global(source=source, behind=behind)
         self.steps, self.rounds, self.skipped, self._joined = steps, rounds, skipped, True
         for fragment in due:

@@ -6,8 +6,9 @@
              generation = 5         who comes later waits for the next meeting
 
     with one process for each replica:
+        outer = LocalSGD(model, optimizer, config, group=ALONE)
         members = Members(store)
-        outer = LocalSGD(model, optimizer, config, group=members.meet())
+        members.join(outer)             # the first replicas alike, and those that come later
         for batch in batches:
             optimizer.step()
             members.step(outer)         # in place of outer.step()
@@ -17,14 +18,13 @@ The store must outlive the replicas: that of a launcher, say, which none of them
 
 from __future__ import annotations
 
-import contextlib
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from pyops.comm.collectives.communicator import release
-from pyops.comm.failure import CommunicationError
+from pyops.comm.failure import CommunicationError, DisagreementError
 from pyops.local_sgd.averaging import LocalSGD
 
 __all__ = ["Members"]
@@ -59,19 +59,6 @@ class Members:
         self._store, self._grace, self._timeout = store, grace, timeout
         self._generation = -1
 
-    def meet(self) -> dist.ProcessGroup:
-        """The group of the replicas that are there now; those of the last one leave it."""
-        self._leave()
-        while True:
-            generation = self._current()
-            number = self._store.add(f"{generation}/arrived", 1)
-            size = self._closed(generation, first=number == 1)
-            if size is not None and number <= size and self._join(generation, number - 1, size):
-                self._generation = generation
-                assert dist.group.WORLD is not None
-                return dist.group.WORLD
-            self._next(generation)
-
     def step(self, outer: LocalSGD) -> bool:
         """`outer.step()`; and where a replica is lost, or one waits to join, a new group and
         `outer.regroup`.
@@ -83,22 +70,50 @@ class Members:
             written = outer.step()
             if not written or not outer.exchange.gather(self._somebody_waits())[0]:
                 return written
+        except DisagreementError:
+            raise
         except CommunicationError:
             pass
-        self.regroup(outer)
+        self.join(outer)
         return True
 
-    def regroup(self, outer: LocalSGD) -> None:
-        """A new group of those that are there now, also for a replica that joins; again, where one
-        is lost meanwhile."""
+    def join(self, outer: LocalSGD) -> None:
+        """Bring `outer` together with those that are there now; again, where one is lost meanwhile.
+
+        Args:
+            outer: Made with `group=pyops.mesh.ALONE`. It takes the global values of those that are
+                further, or of the first where all are at the beginning.
+
+        Raises:
+            ValueError: On every replica alike, for replicas that differ in model or configuration.
+        """
         while True:
-            with contextlib.suppress(CommunicationError):
-                outer.regroup(self.meet())
+            try:
+                outer.regroup(self._meet())
                 return
+            except DisagreementError:
+                raise
+            except CommunicationError:  # one is lost meanwhile
+                continue
 
     def leave(self) -> None:
         """Leave the group, at the end of training."""
         self._leave()
+
+    # --- meetings
+
+    def _meet(self) -> dist.ProcessGroup:
+        """The group of the replicas that are there now; those of the last one leave it."""
+        self._leave()
+        while True:
+            generation = self._current()
+            number = self._store.add(f"{generation}/arrived", 1)
+            size = self._closed(generation, first=number == 1)
+            if size is not None and number <= size and self._join(generation, number - 1, size):
+                self._generation = generation
+                assert dist.group.WORLD is not None
+                return dist.group.WORLD
+            self._next(generation)
 
     # --- the store
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.local_sgd import LocalSGD, LocalSGDConfig, Members
+from pyops.mesh import ALONE
 from tests.local_sgd.replicas import adam, model, train, values
 from tests.workers import spawn_ranks
 
@@ -30,9 +31,9 @@ def come_and_go(rank: int, group: object, port: int) -> Any:
     members = Members(store, grace=0.3, timeout=20.0)
     net = model(seed=rank)
     optimizer = adam(net)
-    outer = LocalSGD(net, optimizer, CONFIG, group=members.meet())
-    if rank == 2:
-        members.regroup(outer)
+    outer = LocalSGD(net, optimizer, CONFIG, group=ALONE)
+    members.join(outer)
+    begun = values(net)
     sizes = [outer.exchange.size]
     while outer.steps < STEPS:
         train(net, optimizer, rank, outer.steps)
@@ -42,12 +43,12 @@ def come_and_go(rank: int, group: object, port: int) -> Any:
         if outer.steps == 10:
             until = time.monotonic() + 20
             while outer.exchange.size == 1 and time.monotonic() < until:
-                members.regroup(outer)
+                members.join(outer)
         members.step(outer)
         sizes.append(outer.exchange.size)
     members.leave()
     part = outer.fragments[0][0]
-    return part.weights.detach(), sizes, outer.rounds, values(net)
+    return part.weights.detach(), sizes, outer.rounds, values(net), begun
 
 
 def test_the_rest_go_on_when_one_is_killed_and_another_joins_them():
@@ -56,9 +57,11 @@ def test_the_rest_go_on_when_one_is_killed_and_another_joins_them():
     assert first.error is None, first.error
     assert third.error is None, third.error
     assert killed.exitcode == 9
-    weights, sizes, rounds, own = first.result
+    weights, sizes, rounds, own, begun = first.result
     assert torch.equal(weights, third.result[0])
     assert all(torch.equal(a, b) for a, b in zip(own, third.result[3], strict=True))
+    starts = [values(model(seed=seed)) for seed in (0, 1)]  # of whichever came first
+    assert any(all(map(torch.equal, begun, start)) for start in starts)
     assert sizes[0] == sizes[4] == sizes[-1] == 2
     assert rounds == third.result[2] == STEPS // 2
 
@@ -69,7 +72,10 @@ def test_times_and_groups_that_make_no_sense_are_refused():
         Members(store, grace=2.0, timeout=1.0)
     members = Members(store, grace=0.05, timeout=5.0)
     try:
-        assert members.meet().size() == 1
+        net = model()
+        outer = LocalSGD(net, adam(net), CONFIG, group=ALONE)
+        members.join(outer)
+        assert outer.exchange.size == 1
         with pytest.raises(ValueError, match="leave init_process_group out"):
             Members(store)
     finally:

@@ -153,3 +153,32 @@ def test_post_local_sgd_meets_at_each_of_the_first_steps():
 
     run(2, LocalSGDConfig(method="local_sgd", every=3, after=2), 8, each=look)
     assert [n for number, n in rounds if number == 0] == [1, 2, 2, 2, 3, 3, 3, 4]
+
+
+def test_states_are_forgotten_at_a_meeting_where_that_is_wanted():
+    left: list[tuple[int, bool]] = []
+
+    def look(replica, outer, step):
+        states = [v for state in outer.optimizer.state.values() for v in state.values()]
+        left.append((step, any(bool(torch.as_tensor(v).any()) for v in states)))
+
+    run(2, LocalSGDConfig(every=3, states="reset"), 4, each=look)
+    assert {step for step, some in left if not some} == {3}
+    left.clear()
+    run(2, LocalSGDConfig(every=3), 4, each=look)
+    assert all(some for _, some in left)
+
+
+def test_the_global_values_are_lent_to_the_model_and_taken_back():
+    def look(replica, outer, step):
+        if step != 3:
+            return
+        own = values(outer.model)
+        with outer.global_values():
+            lent = values(outer.model)
+        weights = [v for part in outer.fragments[0] for v in part.views(part.weights)]
+        assert all(torch.equal(a, b) for a, b in zip(lent, weights, strict=True))
+        assert not torch.equal(lent[0], own[0])
+        assert all(torch.equal(a, b) for a, b in zip(own, values(outer.model), strict=True))
+
+    run(2, LocalSGDConfig(every=2), 3, each=look)

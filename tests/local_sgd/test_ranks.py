@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pyops.comm import Communicator
+from pyops.comm import CommunicationError, Communicator
 from pyops.local_sgd import LocalSGD, LocalSGDConfig
+from pyops.local_sgd.virtual_time import run_replicas
 from pyops.optim import SGD, AdamW
+from pyops.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.local_sgd.replicas import adam, batch, model, run, sgd, train, values
 
@@ -131,3 +133,85 @@ def test_replicas_may_share_out_their_own_states_and_parameters(world, stage, dt
     for replica in (0, 1):
         for a, b in zip(found[2 * replica], alone[replica][0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def whole_values(seed: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, generator=random) / 2 for n in ((8, 5), (8,), (3, 8), (3,))]
+
+
+def learn(net: nn.Module, outer: LocalSGD, optimizer: Any, replica: int) -> list[torch.Tensor]:
+    for step in range(1, 7):
+        train(net, optimizer, replica, step)
+        outer.step()
+    return values(net)
+
+
+def of_tensor_parallel_ranks(rank, group, config: LocalSGDConfig) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
+    tp = mesh["tp"].get_group()
+    net = nn.Sequential(
+        ColumnParallelLinear(5, 8, group=tp), nn.Tanh(), RowParallelLinear(8, 3, group=tp)
+    )
+    part = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+    whole = whole_values(rank // 2)
+    own = [whole[0][part], whole[1][part], whole[2][:, part], whole[3]]
+    with torch.no_grad():
+        for p, value in zip(net.parameters(), own, strict=True):
+            p.copy_(value)
+    optimizer = sgd(net)
+    outer = LocalSGD(net, optimizer, config, mesh=mesh, within=tp)
+    return learn(net, outer, optimizer, rank // 2)
+
+
+@pytest.mark.parametrize("config", [LocalSGDConfig(every=3), LocalSGDConfig("local_sgd", every=2)])
+def test_replicas_may_be_tensor_parallel(world, config):
+    def body(replica):
+        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        with torch.no_grad():
+            for p, value in zip(net.parameters(), whole_values(replica.number), strict=True):
+                p.copy_(value)
+        optimizer = sgd(net)
+        outer = LocalSGD(net, optimizer, config, group=replica.exchange)
+        return learn(net, outer, optimizer, replica.number)
+
+    found = world(4).run(of_tensor_parallel_ranks, config)
+    for replica, expected in enumerate(run_replicas(2, body)):
+        first, second = found[2 * replica], found[2 * replica + 1]
+        joined = [
+            torch.cat([first[0], second[0]]),
+            torch.cat([first[1], second[1]]),
+            torch.cat([first[2], second[2]], 1),
+            first[3],
+        ]
+        for a, b in zip(joined, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(joined[0], whole_values(0)[0])
+
+
+def one_rank_fails(rank, group) -> Any:
+    """The first ranks of two replicas cannot exchange: their other ranks hear of it and write
+    nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
+    net = nn.Linear(3, 2)
+    optimizer = sgd(net)
+    config = LocalSGDConfig("local_sgd", every=1)
+    outer = LocalSGD(net, optimizer, config, mesh=mesh, within=mesh["tp"].get_group())
+    begin = outer.exchange.begin_mean
+
+    def failing(flat: torch.Tensor, **options: Any) -> Any:
+        if rank % 2 == 0:
+            raise CommunicationError("the link is down")
+        return begin(flat, **options)
+
+    outer.exchange.begin_mean = failing  # type: ignore[method-assign]
+    with torch.no_grad():
+        net.weight.fill_(float(rank))
+    with pytest.raises(CommunicationError, match="the link is down"):
+        outer.step()
+    assert torch.equal(net.weight, torch.full_like(net.weight, rank))
+    return outer.rounds
+
+
+def test_an_exchange_that_fails_for_one_rank_of_a_replica_fails_for_all(world):
+    assert world(4).run(one_rank_fails) == [0] * 4

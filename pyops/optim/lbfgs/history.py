@@ -17,23 +17,24 @@ from torch import Tensor
 
 __all__ = ["History", "combination", "inner_products"]
 
-BLOCK = 1 << 16  # numbers of a vector that are taken to float64 at a time
+BLOCK = 1 << 14  # numbers of a vector whose products are added in their own dtype
+BLOCK_ON_DEVICE = 1 << 20
 CURVATURE = 1e-10  # a pair is kept where s.y is more than so much of |s| |y|
 
 
-def inner_products(rows: Tensor, new: Sequence[int], used: Sequence[int]) -> Tensor:
-    """The inner products of some rows with others, float64 [len(new), len(used)], summed block by
-    block.
+def inner_products(rows: Tensor, new: Sequence[int]) -> Tensor:
+    """The inner products of some rows with all, float64 [len(new), n]: summed block by block, each
+    in the rows' own dtype.
 
     Args:
         rows: [n, numel].
         new: Numbers of rows.
-        used: Numbers of the others, or of the same.
     """
-    total = torch.zeros(len(new), len(used), dtype=torch.float64, device=rows.device)
-    for start in range(0, rows.shape[1], BLOCK):
-        part = rows[:, start : start + BLOCK].double()
-        total += part[list(new)] @ part[list(used)].T
+    total = torch.zeros(len(new), rows.shape[0], dtype=torch.float64, device=rows.device)
+    block = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICE
+    for start in range(0, rows.shape[1], block):
+        part = rows[:, start : start + block]  # from memory once, from the cache for each of `new`
+        total += torch.stack([torch.mv(part, part[number]) for number in new])
     return total
 
 
@@ -114,13 +115,17 @@ class History:
         self.rows[s].copy_(step)
         torch.sub(gradient, self.gradient, out=self.rows[y])
         self.gradient.copy_(gradient)
-        self._take([s, y, self.rows.shape[0] - 1])
+        self.refresh(spare)
         curvature = float(self.products[s, y])
         lengths = float((self.products[s, s] * self.products[y, y]).sqrt())
         if not curvature > CURVATURE * lengths:
             return False
         self.pairs = [*self.pairs[-self.size + 1 :], spare] if self.size > 1 else [spare]
         return True
+
+    def refresh(self, place: int) -> None:
+        """Bring the inner products of the pair of this place, and of the gradient, up to date."""
+        self._take([place, self.size + 1 + place, self.rows.shape[0] - 1])
 
     def direction(self) -> Tensor:
         """-H g, in new memory."""
@@ -136,7 +141,7 @@ class History:
         """Bring the inner products of new vectors with all that are in use up to date."""
         old = [place for pair in self.pairs for place in (pair, self.size + 1 + pair)]
         used = [*old, *(place for place in new if place not in old)]
-        found = inner_products(self.rows, new, used)
+        found = inner_products(self.rows, new)[:, used]
         wanted = [
             (a, b) for a in range(len(new)) for b in range(len(used)) if used[b] not in new[:a]
         ]
