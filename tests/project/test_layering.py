@@ -82,6 +82,14 @@ FLOORS = {
         ["picture"],
         ["run"],
     ],
+    "config": [
+        ["config_error"],
+        ["distill_config", "folder_config", "parallel_config", "task_config", "training_sections"],
+        ["run_sections"],
+        ["rules", "run_plan"],
+        ["run_config"],
+        ["reading"],
+    ],
     "data": [
         ["bigram", "corpus", "images"],
         ["characters", "digits", "row_order", "tokenizer"],
