@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source for sm_80 and sm_90 with warnings as errors, and fails on a spill or a stack frame in any
-# kernel. Needs nvcc and torch's headers, no GPU. Prints one line.
+# kernel, or on a name that two sources define. Needs nvcc and torch's headers, no GPU. Prints one line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -13,7 +13,7 @@ export NVCC INCLUDE="$torch/include" LOGS
 LOGS=$(mktemp -d)
 trap 'rm -rf "$LOGS"' EXIT
 
-compile() {  # source -> log; both architectures in one call, which compiles the host's part once; the object is thrown away
+compile() {  # source -> log; both architectures in one call, which compiles the host's part once
   local stem fmad=() log
   stem=$(basename "$1" .cu)
   log="$LOGS/$stem"
@@ -35,6 +35,7 @@ compile() {  # source -> log; both architectures in one call, which compiles the
 export -f compile
 # The longest first, so that none is left to compile alone at the end.
 ls -S csrc/cuda/*.cu | xargs -P 2 -L 1 bash -c 'compile "$0"'
+ld -r -o "$LOGS/all" "$LOGS"/*.o || { echo "CUDA sources: the objects do not link"; exit 1; }
 summary="CUDA sources compile for sm_80 and sm_90, nothing in local memory; kernels and most registers:"
 for log in "$LOGS"/*.registers; do summary+=" $(basename "$log" .registers) $(tr ' ' '/' <"$log"),"; done
 echo "${summary%,}"

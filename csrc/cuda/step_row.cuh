@@ -130,8 +130,8 @@ struct StepRow : RowInMemory {
 // The 16-bit random numbers of elements j .. j+7, which lie in one or two blocks of eight; of the
 // first `count` of them only. A call, so that no more than one Philox is worked on at a time: else
 // the registers overflow.
-__device__ __noinline__ uint4 half_words(uint64_t seed, uint32_t step, uint32_t stream, uint64_t j,
-                                         int count) {
+__device__ __noinline__ inline uint4 half_words(uint64_t seed, uint32_t step, uint32_t stream,
+                                                uint64_t j, int count) {
     const PhiloxBlock first = philox4x32(seed, j / 8, step, stream);
     uint32_t both[8] = {first.word[0], first.word[1], first.word[2], first.word[3], 0, 0, 0, 0};
     const int skip = static_cast<int>(j % 8);
