@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.default_device import default_device
 from tests.workers import world  # noqa: F401 - a fixture, found by name
 
 os.environ.setdefault(
@@ -105,7 +105,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """A test marked on_device makes its tensors there without naming it, its fixtures and the
     workers of its pool as well."""
     there = DEVICE != "cpu" and item.get_closest_marker("on_device") is not None
-    with torch.device(DEVICE) if there else contextlib.nullcontext():
+    with default_device(DEVICE if there else "cpu"):
         return (yield)
 
 

@@ -40,6 +40,7 @@ from torch.multiprocessing import reductions
 
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.collectives.probe import Cost
+from tests.default_device import default_device
 
 __all__ = [
     "Outcome",
@@ -164,7 +165,7 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
             try:
                 torch.manual_seed(0)
                 body = getattr(importlib.import_module(module), name)
-                with contextlib.nullcontext() if device == "cpu" else torch.device(device):
+                with default_device(device):
                     answer = (body(rank, dist.group.WORLD, *args), None)
             except BaseException:  # of a body: it belongs to the test, whatever it is
                 answer = (None, traceback.format_exc())

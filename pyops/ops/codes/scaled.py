@@ -77,7 +77,8 @@ def range_scales(
         high: The highest code.
     """
     extent = highest if low < 0 else highest - lowest
-    scales = extent / high
+    # By a tensor: CUDA's division by a number multiplies by its inverse, which rounds twice.
+    scales = extent / torch.full_like(extent, high)
     scales = scales.masked_fill(~torch.isfinite(scales), torch.nan)
     if low < 0:
         return scales, None

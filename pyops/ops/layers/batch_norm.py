@@ -104,6 +104,18 @@ def batch_norm_sums(dy: Tensor, x: Tensor, mean: Tensor) -> Tensor:
     return result
 
 
+def check_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, sums: Tensor
+) -> None:
+    """ValueError or TypeError for operands of `batch_norm_input_grad` that do not fit."""
+    check_input("batch_norm_input_grad", x, (mean, rstd), (weight,), dy=dy)
+    if tuple(sums.shape) != (2, x.shape[-1]) or sums.dtype != torch.float64:
+        raise ValueError(
+            f"batch_norm_input_grad: sums must be float64 [2, {x.shape[-1]}]; got "
+            f"{list(sums.shape)} {sums.dtype}"
+        )
+
+
 def batch_norm_input_grad(
     dy: Tensor,
     x: Tensor,
@@ -123,12 +135,7 @@ def batch_norm_input_grad(
         sums: float64 [2, C], `batch_norm_sums` of all that was normalized together.
         count: of numbers a channel, likewise.
     """
-    check_input("batch_norm_input_grad", x, (mean, rstd), (weight,), dy=dy)
-    if tuple(sums.shape) != (2, x.shape[-1]) or sums.dtype != torch.float64:
-        raise ValueError(
-            f"batch_norm_input_grad: sums must be float64 [2, {x.shape[-1]}]; got "
-            f"{list(sums.shape)} {sums.dtype}"
-        )
+    check_sums(dy, x, mean, rstd, weight, sums)
     result: Tensor = torch.ops.pyops.batch_norm_input_grad.default(
         dy, x, mean, rstd, weight, sums, count=count
     )
@@ -226,7 +233,7 @@ def batch_norm_input_grad_reference(
     count: float,
 ) -> Tensor:
     """The op in plain torch, in float64."""
-    check_input("batch_norm_input_grad", x, (mean, rstd), (weight,), dy=dy)
+    check_sums(dy, x, mean, rstd, weight, sums)
     scale = rstd if weight is None else rstd * weight.double()
     along = (x.detach().double() - mean) * (rstd * rstd * sums[1] / count)
     return (scale * (dy.double() - sums[0] / count - along)).to(x.dtype).contiguous()

@@ -142,12 +142,13 @@ def depthwise_conv2d_reference(
     """The op in plain torch, of x [N, H, W, C]: computed in fp32 (float64), rounded once."""
     check_forward(x, weight, bias, stride, activation)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = _convolution(
-        x.detach().to(dtype),
-        weight.detach().to(dtype),
-        None if bias is None else bias.detach().to(dtype),
-        stride,
-    )
+    with _whole_fp32():
+        y = _convolution(
+            x.detach().to(dtype),
+            weight.detach().to(dtype),
+            None if bias is None else bias.detach().to(dtype),
+            stride,
+        )
     y = y if activation is None else activate(y, activation)
     return y.to(x.dtype).contiguous()
 
@@ -162,11 +163,12 @@ def depthwise_conv2d_backward_reference(
     """
     check_backward(dy, x, weight, stride)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with torch.enable_grad():
+    with torch.enable_grad(), _whole_fp32():
         leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
         y = _convolution(leaves[0], leaves[1], None, stride)
     if x.numel():
-        dx, dweight = torch.autograd.grad(y, leaves, dy.to(dtype))
+        with _whole_fp32():
+            dx, dweight = torch.autograd.grad(y, leaves, dy.to(dtype))
     else:
         dx, dweight = (torch.zeros_like(t) for t in leaves)
     dbias = dy.to(dtype).sum((0, 1, 2))
@@ -177,13 +179,29 @@ def depthwise_conv2d_backward_reference(
     )
 
 
+def _whole_fp32() -> Any:
+    """cuDNN's convolutions of fp32 without TF32, whose products have 10 bits."""
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(
+        enabled=cudnn.enabled,
+        benchmark=cudnn.benchmark,
+        deterministic=cudnn.deterministic,
+        allow_tf32=False,
+    )
+
+
 def _cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int, activation: str | None
 ) -> Tensor:
-    """torch's convolution in x's dtype: it accumulates in fp32."""
+    """torch's convolution in the wider of the dtypes: it accumulates in fp32."""
     check_forward(x, weight, bias, stride, activation)
-    y = _convolution(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), stride)
-    return (y if activation is None else activate(y, activation)).contiguous()
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    with _whole_fp32():
+        y = _convolution(
+            x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), stride
+        )
+    y = y if activation is None else activate(y, activation)
+    return y.to(x.dtype).contiguous()
 
 
 def _cuda_backward(
@@ -194,22 +212,24 @@ def _cuda_backward(
         return depthwise_conv2d_backward_reference(
             dy, x, weight, stride=stride, input_grad=input_grad, weight_grad=weight_grad
         )
-    dx, dweight, _ = torch.ops.aten.convolution_backward.default(
-        dy.permute(0, 3, 1, 2),
-        x.permute(0, 3, 1, 2),
-        weight.to(x.dtype),
-        None,
-        [stride, stride],
-        [1, 1],
-        [1, 1],
-        False,
-        [0, 0],
-        x.shape[-1],
-        [input_grad, weight_grad, False],
-    )
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    with _whole_fp32():
+        dx, dweight, _ = torch.ops.aten.convolution_backward.default(
+            dy.permute(0, 3, 1, 2).to(dtype),
+            x.permute(0, 3, 1, 2).to(dtype),
+            weight.to(dtype),
+            None,
+            [stride, stride],
+            [1, 1],
+            [1, 1],
+            False,
+            [0, 0],
+            x.shape[-1],
+            [input_grad, weight_grad, False],
+        )
     wide = dy.to(torch.promote_types(dy.dtype, torch.float32))
     return (
-        dx.permute(0, 2, 3, 1).contiguous() if input_grad else x.new_empty(0),
+        dx.permute(0, 2, 3, 1).to(x.dtype).contiguous() if input_grad else x.new_empty(0),
         dweight.to(weight.dtype).contiguous() if weight_grad else weight.new_empty(0),
         wide.sum((0, 1, 2)).to(weight.dtype) if weight_grad else weight.new_empty(0),
     )

@@ -157,16 +157,18 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _act(z, ACTIVATION: tl.constexpr, ELEMENT: tl.constexpr):
-    """act(z) and act'(z) of numbers that are stored as ELEMENT; what is not used is not
-    computed."""
+def _act(z, ACTIVATION: tl.constexpr, ELEMENT: tl.constexpr, SLOPE: tl.constexpr = False):
+    """act(z) and act'(z) of numbers that are stored as ELEMENT; what is not used is not computed.
+
+    SLOPE: whether act' is what is wanted. GELU's is a difference: near its root the digits that
+    fp16 can hold are lost in an approximation that is good enough for the value."""
     if ACTIVATION == "gelu":
         if tl.float64 == ELEMENT:
             cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
             value = z * cumulative
             slope = cumulative + z * (tl.exp(-0.5 * z * z) * 0.3989422804014327)
         else:
-            value, slope = _gelu(z, tl.float32 == ELEMENT)
+            value, slope = _gelu(z, tl.float32 == ELEMENT or (SLOPE and tl.float16 == ELEMENT))
     elif ACTIVATION == "gelu_tanh":
         near = tl.minimum(tl.maximum(z, -40.0), 40.0)  # beyond: 0 and 1, and z^3 can't overflow
         near = tl.where(z != z, z, near)  # minimum and maximum give the number beside a nan
@@ -281,7 +283,7 @@ def _backward(
             C
         )  # before the arithmetic, which it would wait behind
         z = _plus(x, bias, at, column, inside, columns, HAS_BIAS, C)
-        _, slope = _act(z, ACTIVATION, x.dtype.element_ty)
+        _, slope = _act(z, ACTIVATION, x.dtype.element_ty, True)
         gradient *= slope
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
         total += gradient
@@ -327,7 +329,7 @@ def _gated_backward(
             C,
         )
         z = _plus(x, bias, at, column, inside, columns, HAS_BIAS, C)
-        value, slope = _act(z, ACTIVATION, x.dtype.element_ty)
+        value, slope = _act(z, ACTIVATION, x.dtype.element_ty, True)
         dgate, dup = gradient * up * slope, gradient * value
         tl.store(dx + at, dgate.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + at + columns, dup.to(dx.dtype.element_ty), mask=inside)

@@ -136,8 +136,8 @@ def _walk(
     highest = tl.full([LANES], float("-inf"), dtype=C)
     total, shifted = tl.zeros([LANES], dtype=C), tl.zeros([LANES], dtype=C)
     column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    ahead = highest  # of no use but to have the name
-    if AHEAD and WHOLE > 0:
+    ahead = tl.zeros([LANES, GROUP], z_row.dtype.element_ty)  # the compiler reads the loop below
+    if AHEAD and WHOLE > 0:  # even where it has no turns: each name has one shape
         ahead = tl.load(z_row + column)
     for t in range(0, WHOLE):  # without masks, which would be a good part of the loop
         if AHEAD:

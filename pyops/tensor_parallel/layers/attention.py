@@ -329,12 +329,11 @@ class ParallelAttention(nn.Module):
         self, x: Tensor, shape: Shape, memory: Tensor | None, memory_shape: Shape | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, own heads, K], k and v [B, S, own groups, K]."""
-        K = self.head_dim
         if not self.cross:
             if memory is not None:
                 raise ValueError("memory is for cross-attention; make the layer with cross=True")
             if self.merged:
-                q, k, v = self._tokens(self.qkv(x), shape).unflatten(-1, (-1, 3, K)).unbind(3)
+                q, k, v = self._heads(self.qkv(x), shape, 3).unbind(3)
                 return q, k, v
             # One gather of x, and one sum of its gradient, for both.
             q, kv = column_outputs(x, [self.q, self.kv])
@@ -344,8 +343,12 @@ class ParallelAttention(nn.Module):
                 raise ValueError("cross-attention needs memory=, the encoder's output")
             memory_shape = self._shape(memory, memory_shape, "memory_shape")
             q, kv = self.q(x), self.kv(memory)
-        k, v = self._tokens(kv, memory_shape).unflatten(-1, (-1, 2, K)).unbind(3)
-        return self._tokens(q, shape).unflatten(-1, (-1, K)), k, v
+        k, v = self._heads(kv, memory_shape, 2).unbind(3)
+        return self._heads(q, shape, 1).squeeze(3), k, v
+
+    def _heads(self, y: Tensor, shape: Shape, parts: int) -> Tensor:
+        """[B, T, own heads, parts, head_dim] of what a column-parallel layer gave."""
+        return self._tokens(y, shape).view(*shape, -1, parts, self.head_dim)
 
     def _tokens(self, y: Tensor, shape: Shape) -> Tensor:
         """[B, T, ...] of what a column-parallel layer gave."""

@@ -90,6 +90,12 @@ def cross_entropies() -> Iterator[tuple[str, Callable[[], object]]]:
             f"gradient, {dtype}",
             lambda z=z, m=m, c=c: kernels.cross_entropy_gradient_(z, z, y, m, c, **place),
         )
+    z, out = torch.zeros(4, 300, dtype=BF16), torch.zeros(4, 4)
+    few = {**place, "first_column": 0, "columns": 300}
+    yield (
+        "statistics of less than a tile",
+        lambda: kernels.cross_entropy_statistics_(out, z, y, **few),
+    )
 
 
 def dropouts() -> Iterator[tuple[str, Callable[[], object]]]:
