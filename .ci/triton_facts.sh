@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the compiler makes of every Triton kernel, under the Triton that is installed and under the one that the oldest supported
 # torch brings: registers, spills and instructions within bounds, and as fast under both as far as that can be read from them
-# (benchmarks/triton_facts.py). Fetches the older Triton once, into build/.
+# (benchmarks/triton_facts.py). Every launch of tests/ops/triton/test_ahead.py compiles under the older one too. Fetches the older Triton once, into build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -17,4 +17,5 @@ PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m benchmarks.
 older=$!
 PYTHONPATH=. TRITON_CACHE_DIR=build/triton-cache "$PYTHON" -m benchmarks.triton_facts build/triton-facts.json
 wait "$older"
+PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 tests/ops/triton/test_ahead.py
 PYTHONPATH=. "$PYTHON" -m benchmarks.triton_facts "$folder/facts.json" build/triton-facts.json

@@ -63,9 +63,11 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """The short commit of the sources, with a plus when tracked sources differ from it.
 
-    Outside of git what the environment variable PYOPS_COMMIT says, for a copy of the sources; else
-    None.
+    What the environment variable PYOPS_COMMIT says comes first, for a copy of the sources, which
+    may lie in a repository of its own; outside of git else None.
     """
+    if "PYOPS_COMMIT" in os.environ:
+        return os.environ["PYOPS_COMMIT"]
     folder = Path(__file__).resolve().parent.parent
     try:
         short = subprocess.run(
@@ -83,7 +85,7 @@ def commit() -> str | None:
             check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("PYOPS_COMMIT")
+        return None
     return short + ("+" if changed else "")
 
 

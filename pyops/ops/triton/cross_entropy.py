@@ -202,7 +202,10 @@ def _statistics(
     tl.store(place, maximum)
     # 2^(maximum log2(e)) is taken out of each lane's sum, which has 2^offset in it.
     rest = tl.fma(shift + tl.zeros([LANES], C), tl.full([LANES], LOG2_E, C), _offset(highest, C))
-    tl.store(place + 1, tl.sum(total * tl.exp2(-rest), axis=0))
+    sum_of_row = tl.sum(total * tl.exp2(-rest), axis=0)
+    # The largest logit alone gives 1; exponentials that are approximated may fall short of it. Rows
+    # without a number give 0, and a nan stays.
+    tl.store(place + 1, tl.where((sum_of_row < 1.0) & (sum_of_row > 0.5), 1.0, sum_of_row))
     tl.store(place + 2, at_target)
     if WITH_SUM:
         tl.store(place + 3, tl.sum(shifted, axis=0) + columns * (pivot - shift))

@@ -288,8 +288,10 @@ def test_what_is_not_finite_stays_in_its_row(kind: str, device: torch.device, is
     weight, bias = (random(67, dtype=F32, device=device) for _ in range(2))
     tensors, seeds = [x, None, weight, bias], [torch.ones_like(x)]
     y, dx, *of_vectors = results(ours, kind, tensors, None, seeds)
-    expected, *_ = results(plain, kind, tensors, F64, seeds)
-    assert torch.equal(y.isnan(), expected.isnan())
+    # On the CPU: of a row with an infinite number torch's RMS norm on CUDA is nan altogether.
+    on_cpu = [None if t is None else t.cpu() for t in tensors]
+    expected, *_ = results(plain, kind, on_cpu, F64, [s.cpu() for s in seeds])
+    assert torch.equal(y.isnan().cpu(), expected.isnan())
     assert y[1:4].isnan().any(dim=-1).all()
     assert dx[1:4].isnan().any(dim=-1).all()
     assert y[[0, 4]].isfinite().all()

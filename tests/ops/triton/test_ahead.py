@@ -160,6 +160,7 @@ def fake_quantizations() -> Iterator[tuple[str, Callable[[], object]]]:
 def attentions() -> Iterator[tuple[str, Callable[[], object]]]:
     """All that hides but a layout, all that is added, and dropout."""
     yield from attention_of(BF16, hides=True, num_keys=12)
+    yield from attention_of(F64, hides=True, num_keys=12)
 
 
 def more_attentions() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -186,7 +187,7 @@ def attention_of(
     for name, x in given.items():
         if name in absent or (name == "key_places" and "num_keys" in changes):
             given[name] = None
-        elif name in ("table", "slopes"):
+        elif name in ("table", "slopes") or (name == "bias" and dtype == F64):
             given[name] = x.to(wide)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     y, lse = torch.zeros_like(q), torch.zeros(2, 4, 6, dtype=wide)

@@ -89,9 +89,9 @@ class Problem:
         bias = tensors.bias
         strides = (0, 0, 0, 0) if bias is None else _strides(bias)
         after = 0 if numbers.causal else numbers.after
-        by_four = numbers.num_keys % 4 == 0 and numbers.row_stride % 4 == 0
+        by_four = numbers.num_keys % 4 == 0 and numbers.row_stride % 4 == 0 and not self._exact
         return [
-            q, k, v, bias, self._distances(), dense(tensors.slopes), dense(tensors.mask),
+            q, k, v, bias, self._distances(), dense(tensors.slopes), self._mask(),
             dense(tensors.query_documents), dense(tensors.key_documents),
             dense(tensors.query_places), dense(tensors.key_places),
             *(lists := self._lists(rows=rows, M=M, N=N))[:2],
@@ -105,6 +105,16 @@ class Problem:
             math.ceil(float(np.float32(numbers.p)) * 2**24),
             *map(bits, (numbers.scale, numbers.soft_cap, 1.0 / (1.0 - numbers.p))),
         ]  # fmt: skip
+
+    @property
+    def _exact(self) -> bool:
+        """Whether products are of float64: Triton 3.6 gives their operands the layout of what they
+        were computed from, and compiles none of bytes, or of four random numbers together."""
+        return self.wide == torch.float64
+
+    def _mask(self) -> Tensor | None:
+        mask = dense(self.tensors.mask)
+        return mask.int() if mask is not None and self._exact else mask
 
     def _distances(self) -> Tensor | None:
         """wide [H, 2 reach + 1]: the bias of each distance."""

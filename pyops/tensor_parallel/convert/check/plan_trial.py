@@ -57,6 +57,13 @@ def try_plan(
         blocks: Lists of which alike modules need be tried once. ValueError: something differs, or
             it can't be tried.
     """
+    with torch.device("cpu"):  # whatever the default device is
+        return _try_plan(model, cut, size, blocks=blocks, given=given)
+
+
+def _try_plan(
+    model: nn.Module, cut: CutFunction, size: int, *, blocks: list[str], given: Any
+) -> str:
     name = type(model).__name__
     if any(buffer.is_meta for buffer in model.buffers()):
         return "nothing: the model's buffers are on the meta device, where nothing can be computed"
