@@ -164,6 +164,7 @@ class ParameterShard:
             return True
         if self.config.replay is not None:
             kind = "push" if request.kind == Kind.PUSH else "fetch"
+            self._pass_over_fetches_of_the_left()
             at = self._played
             known = self.members[request.worker].known
             if kind == "push" and request.sequence <= known:
@@ -180,6 +181,18 @@ class ParameterShard:
                 )
             )
         return request.kind == Kind.PUSH or self._may_fetch(request.worker)
+
+    def _pass_over_fetches_of_the_left(self) -> None:
+        """A replica may have left the recorded run while the answer to its last fetch was on its
+        way, and leave the replay before that fetch is asked for: it changed nothing."""
+        log = self.config.replay or ()
+        while self._played < len(log):
+            kind, worker, sequence = log[self._played]
+            member = self.members.get(worker)
+            gone = member is not None and not member.live and sequence == member.fetched + 1
+            if kind != "fetch" or not gone:
+                return
+            self._played += 1
 
     def _may_fetch(self, worker: int) -> bool:
         live = self._live()

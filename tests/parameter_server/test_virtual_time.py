@@ -124,6 +124,21 @@ def test_a_replayed_order_gives_the_same_bits_on_any_number_of_shards(optimizer)
         assert all(shard.log == log for shard in again.shards)
 
 
+def test_a_replica_may_leave_a_replay_before_its_last_fetch_is_asked_for():
+    """Threads answer a fetch whose replica is about to leave; virtual time drops it."""
+    workers = uneven(2, steps=4)
+    first = run(workers, adagrad(0.05), shard_config=ShardConfig(record=True))
+    log = list(first.shards[0].log)
+    last = max(n for n, (kind, *_) in enumerate(log) if kind == "push")
+    gone = 1 - log[last][1]
+    assert ("push", gone, 4) in log[:last]
+    asked = sum(kind == "fetch" and worker == gone for kind, worker, _ in log)
+    log.insert(last, ("fetch", gone, asked + 1))
+    again = run(workers, adagrad(0.05), shard_config=ShardConfig(replay=log))
+    assert again.shards[0].version == first.shards[0].version == 8
+    assert torch.equal(again.parameters(), first.parameters())
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_fetch_is_answered_beyond_the_bound(bound: int):
     workers = uneven(5, steps=40)
