@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -132,6 +133,9 @@ def test_a_step_is_made_of_what_was_measured():
     there = image_step(found, staged)
     assert there.products + there.attention + there.between == pytest.approx(3 * sizes[1] * 9e-3)
     assert there.idle == pytest.approx(sizes[0] * 9e-3)
+    assert alone.stragglers == 0.0
+    late = even(shape).straggling * math.sqrt(2.0 * math.log(2))  # of two ranks
+    assert there.stragglers == pytest.approx(late * (there.total - there.stragglers))
 
 
 def test_the_layouts_of_the_bench_share_the_images():
