@@ -5,8 +5,8 @@ and 4 processes of one thread each, the rows of a step the same for all.
     measured     steps as `pyops train` takes them, all layouts in turn; bytes that tensors take
 
 Every third layout is one to which two numbers are fitted: what a message takes beside its time on
-the link, in launches of an operation, and how many times as long as its parts, timed one by one, a
-step computes; the others are held out. The last row has what all say together, and the two numbers,
+the link, in launches of an operation, and the deviation of a rank's step, of which all wait for the
+slowest; the others are held out. The last row has what all say together, and the two numbers,
 which `pyops.plan.costs.measured` has for machines where no layouts were run.
 """
 
@@ -46,6 +46,8 @@ from pyops.plan import (
     memory,
     step_time,
 )
+from pyops.plan.costs.measured import OF_A_MESSAGE
+from pyops.plan.costs.measured import STRAGGLING as DEVIATION
 
 __all__ = [
     "Measured",
@@ -64,11 +66,11 @@ __all__ = [
 
 ROUNDS = 9
 MESSAGES = tuple(25.0 * i for i in range(41))  # overheads that are looked at
-STEPS = tuple(1.0 + 0.01 * i for i in range(51))  # how many times as long as its parts
+STRAGGLING = tuple(0.005 * i for i in range(61))  # deviations that are looked at
 THIRD = 3
 LEAST = {"rank_correlation": 0.9}
 MOST = {"best_predicted_over_best": 1.10, "memory_off_most": 0.05}
-SOFTWARE = replace(PYOPS, fragmentation=1.0, straggling=0.0)
+SOFTWARE = replace(PYOPS, fragmentation=1.0)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _case(size: Size, found: Mapping[str, Any]) -> Case:
     for part in ("forward", "backward", "ends_forward", "ends_backward"):
         costs[part] = _lines(costs[part])
     costs["optimizer"] = Line(**costs["optimizer"])
-    del costs["of_a_message"], costs["of_a_step"]
+    del costs["of_a_message"], costs["straggling"]
     cluster = machine_of(found["machine"])
     return Case(shape_of(size), cluster, SOFTWARE, PRECISION, MeasuredCosts(**costs))
 
@@ -179,6 +181,9 @@ class Tried:
     """With how many ranks."""
     case: Callable[[Mapping[str, Any]], Case | ImageCase]
     """Of what a rank has measured."""
+    fits: bool = True
+    """Whether overheads are fitted to every third layout; else all layouts are held out, and the
+    overheads are those of `pyops.plan.costs.measured`."""
 
 
 def measured(tried: Tried, *, rounds: int) -> list[Measured]:
@@ -201,21 +206,21 @@ def measured(tried: Tried, *, rounds: int) -> list[Measured]:
         for i, layout in enumerate(tried.layouts[n]):
             most = max(each[i] for each in taken[n]) / 2**20
             seconds = tuple(each[i] for each in steps[n])
-            fitted = len(found) % THIRD == 0
+            fitted = tried.fits and len(found) % THIRD == 0
             found.append(Measured(layout, seconds, most, cases[n], fitted))
     return found
 
 
 def fit(found: Sequence[Measured]) -> tuple[float, float]:
-    """What a message takes beside its link, in launches, and how many times as long as its parts a
-    step is, that are least off on the fitted layouts."""
+    """What a message takes beside its link, in launches, and the deviation of a rank's step, that
+    are least off on the fitted layouts."""
     fitted = [each for each in found if each.fitted]
 
     def off(overheads: tuple[float, float]) -> float:
         several = with_overheads(fitted, overheads)
         return sum(abs(math.log(each.planned / each.step)) for each in several)
 
-    return min(itertools.product(MESSAGES, STEPS), key=off)
+    return min(itertools.product(MESSAGES, STRAGGLING), key=off)
 
 
 def together(found: Sequence[Measured]) -> dict[str, Any]:
@@ -305,13 +310,13 @@ def rows_of(
 
 
 def with_overheads(found: Sequence[Measured], overheads: tuple[float, float]) -> list[Measured]:
-    """The same, predicted with these overheads of a message and of a step."""
-    message, step = overheads
+    """The same, predicted with these overheads: of a message, and a rank's deviation."""
+    message, straggling = overheads
     several = []
     for each in found:
         costs: Any = each.case.measured  # of either kind of model
         if costs is not None:
-            costs = replace(costs, of_a_message=message, of_a_step=step)
+            costs = replace(costs, of_a_message=message, straggling=straggling)
             each = replace(each, case=replace(each.case, measured=costs))
         several.append(each)
     return several
@@ -336,7 +341,7 @@ def run_tried(options: Any, tried: Tried, *, bench: str) -> Iterator[Row]:
     """The rows of all layouts, and one of all together."""
     rounds = min(options.rounds, ROUNDS)
     found = measured(tried, rounds=rounds)
-    overheads = fit(found)
+    overheads = fit(found) if tried.fits else (OF_A_MESSAGE, DEVIATION)
     found = with_overheads(found, overheads)
     yield from rows_of(found, rounds=rounds, overheads=overheads, bench=bench)
 

@@ -159,8 +159,8 @@ class ImageTrial:
 
 
 def case_of(size: ImageSize, cluster: Cluster, measured: MeasuredLayers) -> ImageCase:
-    """What is priced, without what an allocator and late ranks take."""
-    software = replace(PYOPS, fragmentation=1.0, straggling=0.0)
+    """What is priced, without what an allocator takes."""
+    software = replace(PYOPS, fragmentation=1.0)
     return ImageCase(size.shape, cluster, software, PRECISION, measured)
 
 

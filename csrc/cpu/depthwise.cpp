@@ -18,6 +18,7 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
+constexpr int64_t STREAMED_NUMEL = 4 << 20;  // elements of a result that would fill the caches
 constexpr int64_t MOST_GROUPS = 64;
 constexpr int64_t GROUP_PIXELS = 128;  // of a group at least: its sums are moved for them
 
@@ -104,6 +105,7 @@ Tensor forward(const Tensor x, const Tensor weight, const Optional bias, int64_t
     Tensor y = in_huge_pages(torch::stable::new_empty(conv.x, conv.out_shape()));
     if (y.numel() == 0) return y;
     conv.span.out = y.data_ptr();
+    conv.span.streams = y.numel() >= STREAMED_NUMEL;
     const int64_t rows = conv.images * conv.span.out_height;
     const int64_t row = conv.span.out_width * conv.span.channels;
     const Kernels& kernel = kernels();
@@ -154,6 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor given, const Tensor x, 
     Tensor dbias = torch::stable::new_empty(weight, weight_grad ? bias_shape : none);
     conv.span.dy = dy.data_ptr();
     conv.span.out = input_grad ? dx.data_ptr() : nullptr;
+    conv.span.streams = conv.x.numel() >= STREAMED_NUMEL;
     const int64_t rows = conv.x.numel() ? conv.images * conv.span.height : 0;
     const int64_t pixels = std::max<int64_t>(1, conv.span.width);
     const int64_t each =

@@ -15,6 +15,7 @@ struct DepthwiseSpan {
     int64_t height, width, out_height, out_width, channels;
     int dtype, stride;
     int activation;  // a code of math/activation.h, or -1
+    bool streams;    // the result would fill the caches: it may go past them
 };
 
 // Numbers of fp32 (float64) that a call of a kernel wants as scratch.

@@ -8,156 +8,15 @@
 // The channels of a block are gone through before the next one, so that memory is read in stretches.
 // Every sum goes by rows, taps and columns in their order, whatever the block: the bits of an image
 // don't depend on its neighbours, nor on threads.
-#include "../math/depthwise.h"
+#include "depthwise_pixels.h"
 #include "finish_row.h"
-#include "rows.h"
 #include "row_sums.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
 
-#define PYOPS_UNROLL _Pragma("GCC unroll 32")
-
-constexpr int PIXELS_OF_A_BLOCK = 8;      // at most
+constexpr int64_t CACHE_LINE = 64;        // bytes: of shorter registers several share a line
 constexpr int64_t PIXELS_IN_A_SUM = 128;  // added up in fp32, about, before they go into float64
-
-// Neighbouring pixels of a row; left, right: the first, the last column read is beyond the image.
-struct Block {
-    int pixels;
-    bool left, right;
-
-    bool at_an_edge() const { return left || right; }
-    // Whether column `q` of those that it reads is in the image.
-    bool reads(int q, int columns) const {
-        return !(left && q == 0) && !(right && q == columns - 1);
-    }
-};
-
-// P outputs from column `o` on. EDGE: columns that it reads may be beyond the image.
-template <int STRIDE, int P, bool EDGE, typename V, typename T>
-inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, const T* bias,
-                                        int64_t channels, int64_t c, T* y, Block block) {
-    constexpr int READ = STRIDE * (P - 1) + TAPS;
-    V sums[P], start(T(0));
-    if (bias) load(start, bias + c);
-    PYOPS_UNROLL
-    for (int p = 0; p < P; ++p) sums[p] = start;
-    PYOPS_UNROLL
-    for (int i = 0; i < TAPS; ++i) {
-        if (!rows[i]) continue;
-        V k[TAPS];
-        PYOPS_UNROLL
-        for (int tap = 0; tap < TAPS; ++tap) load(k[tap], taps + (TAPS * i + tap) * channels + c);
-        PYOPS_UNROLL
-        for (int q = 0; q < READ; ++q) {
-            if (EDGE && !block.reads(q, READ)) continue;
-            V x;
-            load(x, rows[i] + q * channels + c);
-            PYOPS_UNROLL
-            for (int p = 0; p < P; ++p) {
-                const int tap = q - STRIDE * p;
-                if (tap >= 0 && tap < TAPS) sums[p] = fused(k[tap], x, sums[p]);
-            }
-        }
-    }
-    PYOPS_UNROLL
-    for (int p = 0; p < P; ++p) store(y + p * channels + c, sums[p]);
-}
-
-// The same of one channel, for those after the last whole register: one loop for blocks of any width,
-// with the sums in the same order.
-template <int STRIDE, typename T>
-__attribute__((noinline)) void forward_channel(const T* const* rows, const T* taps, const T* bias,
-                                               int64_t channels, T* y, Block block) {
-    const int read = STRIDE * (block.pixels - 1) + TAPS;
-    for (int p = 0; p < block.pixels; ++p) {
-        T sum = bias ? *bias : T(0);
-        for (int i = 0; i < TAPS; ++i) {
-            for (int tap = 0; rows[i] && tap < TAPS; ++tap) {
-                const int q = STRIDE * p + tap;
-                if (!block.reads(q, read)) continue;
-                sum = fused(taps[(TAPS * i + tap) * channels], rows[i][q * channels], sum);
-            }
-        }
-        y[p * channels] = sum;
-    }
-}
-
-// P inputs from an even column on: dx where it is wanted, and sums [10, channels] of the taps.
-template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename V, typename T>
-inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, const T* x,
-                                         int64_t channels, int64_t c, T* dx, T* sums, Block block) {
-    using Place = TapPlace<STRIDE>;
-    constexpr int READ = STRIDE == 1 ? P + 2 : P / 2 + 1;
-    V in[P], out[P], of_bias;
-    PYOPS_UNROLL
-    for (int p = 0; p < P; ++p) {
-        if (DW) load(in[p], x + p * channels + c);
-        out[p] = V(T(0));
-    }
-    if (DW) load(of_bias, sums + TAPS * TAPS * channels + c);
-    PYOPS_UNROLL
-    for (int i = 0; i < TAPS; ++i) {
-        if (!rows[i]) continue;
-        V k[TAPS], dk[TAPS];
-        PYOPS_UNROLL
-        for (int tap = 0; tap < TAPS; ++tap) {
-            if (DX) load(k[tap], taps + (TAPS * i + tap) * channels + c);
-            if (DW) load(dk[tap], sums + (TAPS * i + tap) * channels + c);
-        }
-        PYOPS_UNROLL
-        for (int q = 0; q < READ; ++q) {
-            if (EDGE && !block.reads(q, READ)) continue;
-            V dy;
-            load(dy, rows[i] + q * channels + c);
-            PYOPS_UNROLL
-            for (int p = 0; p < P; ++p) {
-                PYOPS_UNROLL
-                for (int tap = 0; tap < TAPS; ++tap) {
-                    // The block begins at an even column: as if at 0, with dy from -1 on at stride 1
-                    if (!Place::meets(p, tap) || Place::output(p, tap) != q - (STRIDE == 1))
-                        continue;
-                    if (DX) out[p] = fused(k[tap], dy, out[p]);
-                    if (DW) dk[tap] = fused(in[p], dy, dk[tap]);
-                    if (DW && i == 1 && tap == 1) of_bias = of_bias + dy;
-                }
-            }
-        }
-        PYOPS_UNROLL
-        for (int tap = 0; tap < TAPS; ++tap)
-            if (DW) store(sums + (TAPS * i + tap) * channels + c, dk[tap]);
-    }
-    if (DW) store(sums + TAPS * TAPS * channels + c, of_bias);
-    if (DX) {
-        PYOPS_UNROLL
-        for (int p = 0; p < P; ++p) store(dx + p * channels + c, out[p]);
-    }
-}
-
-template <int STRIDE, bool DX, bool DW, typename T>
-__attribute__((noinline)) void backward_channel(const T* const* rows, const T* taps, const T* x,
-                                                int64_t channels, T* dx, T* sums, Block block) {
-    using Place = TapPlace<STRIDE>;
-    const int read = STRIDE == 1 ? block.pixels + 2 : block.pixels / 2 + 1;
-    T out[PIXELS_OF_A_BLOCK] = {};
-    for (int i = 0; i < TAPS; ++i) {
-        for (int q = 0; rows[i] && q < read; ++q) {
-            if (!block.reads(q, read)) continue;
-            const T dy = rows[i][q * channels];
-            for (int p = 0; p < block.pixels; ++p) {
-                for (int tap = 0; tap < TAPS; ++tap) {
-                    if (!Place::meets(p, tap) || Place::output(p, tap) != q - (STRIDE == 1))
-                        continue;
-                    const int64_t place = (TAPS * i + tap) * channels;
-                    if (DX) out[p] = fused(taps[place], dy, out[p]);
-                    if (DW) sums[place] = fused(x[p * channels], dy, sums[place]);
-                    if (DW && i == 1 && tap == 1) sums[TAPS * TAPS * channels] += dy;
-                }
-            }
-        }
-    }
-    for (int p = 0; DX && p < block.pixels; ++p) dx[p * channels] = out[p];
-}
 
 template <int N>
 struct Count {
@@ -194,6 +53,10 @@ struct Line {
     const T *taps, *bias, *x;
     T *out, *sums;
     int64_t width, out_width, channels;  // pixels of a row of x and of y
+    // What the next line reads first, and its out: null where there is none, or it is in scratch.
+    const T *next_row, *next_x;
+    T* next_out;
+    bool streams;  // out is written past the caches
 
     // The rows from a column on, perhaps the one before the first.
     void from(const T** places, int64_t column, int64_t channel = 0) const {
@@ -202,6 +65,16 @@ struct Line {
     }
 };
 
+// Has a register's channels of neighbouring pixels come into L2 one line before they are needed: a
+// block is gone through by channels, in steps that the processor does not foresee where an image has
+// few of them. At stride 2 the forward pass computes too little beside to gain by it.
+template <int PIXELS, bool WRITTEN, typename T>
+inline PYOPS_INLINE void fetch(const T* pixels, int64_t channels) {
+    if (Wide<T>::N * sizeof(T) < CACHE_LINE || !pixels) return;
+    PYOPS_UNROLL
+    for (int p = 0; p < PIXELS; ++p) __builtin_prefetch(pixels + p * channels, WRITTEN, 2);
+}
+
 template <int STRIDE, int P, bool EDGE, typename T>
 __attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o, Block block) {
     const T* rows[TAPS];
@@ -209,10 +82,17 @@ __attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o, Blo
     const int64_t channels = line.channels;
     const T *const taps = line.taps, *const bias = line.bias;
     T* const y = line.out + o * channels;
+    const T* const next = line.next_row ? line.next_row + o * channels : nullptr;
+    T* const next_y = line.next_out ? line.next_out + o * channels : nullptr;
     by_channels<T>(
         channels,
         [&](int64_t c) PYOPS_INLINE {
-            forward_pixels<STRIDE, P, EDGE, Wide<T>>(rows, taps, bias, channels, c, y, block);
+            if constexpr (STRIDE == 1) {
+                fetch<P, false>(next ? next + c : nullptr, channels);
+                fetch<P, true>(next_y ? next_y + c : nullptr, channels);
+            }
+            forward_pixels<STRIDE, P, EDGE, Wide<T>>(rows, taps, bias, channels, c, y, block,
+                                                     line.streams);
         },
         [&](int64_t c) {
             const T* of_channel[TAPS];
@@ -229,11 +109,17 @@ __attribute__((noinline)) void backward_block(const Line<T>& line, int64_t w, Bl
     const int64_t channels = line.channels;
     const T *const taps = line.taps, *const x = DW ? line.x + w * channels : nullptr;
     T *const dx = DX ? line.out + w * channels : nullptr, *const sums = line.sums;
+    const T* const next = line.next_row ? line.next_row + w / STRIDE * channels : nullptr;
+    const T* const next_x = DW && line.next_x ? line.next_x + w * channels : nullptr;
+    T* const next_dx = DX && line.next_out ? line.next_out + w * channels : nullptr;
     by_channels<T>(
         channels,
         [&](int64_t c) PYOPS_INLINE {
+            fetch<(P + STRIDE - 1) / STRIDE, false>(next ? next + c : nullptr, channels);
+            if (DW) fetch<P, false>(next_x ? next_x + c : nullptr, channels);
+            if (DX) fetch<P, true>(next_dx ? next_dx + c : nullptr, channels);
             backward_pixels<STRIDE, P, EDGE, DX, DW, Wide<T>>(rows, taps, x, channels, c, dx, sums,
-                                                              block);
+                                                              block, line.streams);
         },
         [&](int64_t c) {
             const T* of_channel[TAPS];
@@ -302,6 +188,14 @@ private:
     int64_t held_[4] = {-1, -1, -1, -1};
 };
 
+// Whether rows may be written past the caches: each pixel must begin where a register may.
+template <typename S>
+bool streams(const DepthwiseSpan& span) {
+    return std::is_same<S, float>::value && span.streams &&
+           reinterpret_cast<uintptr_t>(span.out) % sizeof(Wide<float>) == 0 &&
+           span.channels % Wide<float>::N == 0;
+}
+
 template <typename S, int STRIDE>
 void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scratch) {
     using T = Real<S>;
@@ -314,6 +208,7 @@ void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scrat
     line.width = span.width;
     line.out_width = span.out_width;
     line.channels = C;
+    line.streams = span.activation < 0 && streams<S>(span);
     for (int64_t r = first; r < last; ++r) {
         const int64_t image = r / span.out_height, o = r % span.out_height;
         for (int i = 0; i < TAPS; ++i) {
@@ -323,10 +218,17 @@ void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scrat
         }
         S* const out = static_cast<S*>(span.out) + r * span.out_width * C;
         line.out = spare + 4 * span.width * C;
-        if constexpr (sizeof(S) == sizeof(T)) line.out = out;
+        if constexpr (sizeof(S) == sizeof(T)) {
+            line.out = out;
+            const int64_t h = o + TAPS - 1;
+            const bool more = STRIDE == 1 && r + 1 < last && h < span.height;
+            line.next_row = more ? inputs.row(image * span.height + h) : nullptr;
+            line.next_out = more && !line.streams ? out + span.out_width * C : nullptr;
+        }
         forward_line<STRIDE>(line);
         finish_row(out, line.out, span.out_width * C, span.activation);
     }
+    if (line.streams) fence_streams();
 }
 
 template <typename S, int STRIDE, bool DX, bool DW>
@@ -341,6 +243,7 @@ void backward(const DepthwiseSpan& span, int64_t first, int64_t last, double* su
     line.width = span.width;
     line.out_width = span.out_width;
     line.channels = C;
+    line.streams = DX && streams<S>(span);
     const int64_t together = span.width < PIXELS_IN_A_SUM ? PIXELS_IN_A_SUM / span.width : 1;
     for (int64_t begin = first; begin < last; begin += together) {
         const int64_t end = last - begin < together ? last : begin + together;
@@ -358,12 +261,22 @@ void backward(const DepthwiseSpan& span, int64_t first, int64_t last, double* su
                                  numbers);
             S* const out = DX ? static_cast<S*>(span.out) + r * numbers : nullptr;
             line.out = spare + 5 * numbers;
-            if constexpr (sizeof(S) == sizeof(T)) line.out = out;
+            if constexpr (sizeof(S) == sizeof(T)) {
+                line.out = out;
+                const bool more = r + 1 < last && h + 1 < span.height;
+                const int64_t o = TapPlace<STRIDE>::output(h + 1, 0);
+                const bool comes = TapPlace<STRIDE>::meets(h + 1, 0) && o < span.out_height;
+                line.next_row =
+                    more && comes ? gradients.row(image * span.out_height + o) : nullptr;
+                line.next_x = more && DW ? line.x + numbers : nullptr;
+                line.next_out = more && DX && !line.streams ? out + numbers : nullptr;
+            }
             backward_line<STRIDE, DX, DW>(line);
             if (DX) finish_row(out, line.out, numbers, -1);
         }
         if (DW) add_up(sums, few, DEPTHWISE_SUMS * C);
     }
+    if (line.streams) fence_streams();
 }
 
 template <typename S, int STRIDE>

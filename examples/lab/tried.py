@@ -24,8 +24,8 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 shape = ImageShape(make_model().config, "lab")
-found = measure_layers(shape, images=(2, BATCH // ranks))
-case = ImageCase(shape, Machine.here().cluster(), replace(PYOPS, straggling=0.0), "fp32", found)
+found = replace(measure_layers(shape, images=(2, BATCH // ranks)), straggling=0.0)
+case = ImageCase(shape, Machine.here().cluster(), PYOPS, "fp32", found)
 layouts = [
     Layout(
         pp=pp, dp=ranks // pp, schedule="1f1b" if pp > 1 else "none", micro_batch=micro,

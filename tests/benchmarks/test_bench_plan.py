@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ CASE = Case(TINY, MACHINE.cluster(), bench_plan.SOFTWARE, "fp32", COSTS)
 
 def made(*, overheads: tuple[float, float]) -> list[Measured]:
     """Layouts whose steps take what is predicted with these overheads; every third one fitted."""
-    costs = replace(COSTS, of_a_message=overheads[0], of_a_step=overheads[1])
+    costs = replace(COSTS, of_a_message=overheads[0], straggling=overheads[1])
     found = []
     for number in range(6):
         layout = Layout(dp=1 + number // 3, micro_batch=1 + number % 2, num_microbatches=1 + number)
@@ -48,9 +49,9 @@ def test_rank_correlation():
 
 
 def test_overheads_are_found_again_and_hold_for_layouts_that_were_held_out():
-    found = made(overheads=(400.0, 1.1))
-    assert bench_plan.fit(found) == pytest.approx((400.0, 1.1))
-    fitted = bench_plan.with_overheads(found, (400.0, 1.1))
+    found = made(overheads=(400.0, 0.1))
+    assert bench_plan.fit(found) == pytest.approx((400.0, 0.1))
+    fitted = bench_plan.with_overheads(found, (400.0, 0.1))
     assert all(each.planned == pytest.approx(each.step) for each in fitted)
     together = bench_plan.together(fitted)
     assert together["rank_correlation"] == 1.0
@@ -60,15 +61,26 @@ def test_overheads_are_found_again_and_hold_for_layouts_that_were_held_out():
     assert bench_plan.together(slower)["held_out_off_most"] == pytest.approx(1 - 1 / 1.1)
 
 
+def test_the_overheads_of_a_gpt_are_used_where_none_are_fitted(monkeypatch: pytest.MonkeyPatch):
+    """Then every layout is held out."""
+    found = [replace(each, fitted=False) for each in made(overheads=(400.0, 0.1))]
+    monkeypatch.setattr(bench_plan, "measured", lambda tried, rounds: found)
+    tried = bench_plan.Tried("", "", {}, (1,), lambda _: CASE, fits=False)
+    *rows, last = bench_plan.run_tried(SimpleNamespace(rounds=5), tried, bench="plan_images")
+    assert last["overheads"] == [COSTS.of_a_message, COSTS.straggling]
+    alone = made(overheads=(COSTS.of_a_message, COSTS.straggling))
+    assert rows[-1]["planned_ms"] == pytest.approx(1e3 * alone[-1].step, rel=1e-3)
+
+
 def test_rows_have_what_was_measured_and_predicted():
-    *rows, last = bench_plan.rows_of(made(overheads=(0.0, 1.0)), rounds=5, overheads=(0.0, 1.0))
+    *rows, last = bench_plan.rows_of(made(overheads=(0.0, 0.0)), rounds=5, overheads=(0.0, 0.0))
     assert [row["fitted"] for row in rows] == [True, False, False] * 2
     assert rows[0]["case"] == "1 process, 1 x 1 rows"
     assert rows[0]["us"]["a step"][1] == pytest.approx(
-        1e6 * made(overheads=(0.0, 1.0))[0].step, 1e-4
+        1e6 * made(overheads=(0.0, 0.0))[0].step, 1e-4
     )
     assert last["case"] == "6 layouts together"
-    assert last["overheads"] == [0.0, 1.0]
+    assert last["overheads"] == [0.0, 0.0]
 
 
 def test_a_search_has_a_row():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -88,7 +89,19 @@ def test_peaks_are_within_five_percent_of_those_counted(world):
 )
 def test_memory_falls_with_what_shares_it_out(less: Layout, more: Layout):
     found = case(ImageShape.named("coatnet-5"))
-    assert image_memory(found, less).total < image_memory(found, more).total
+    shared, whole = image_memory(found, less), image_memory(found, more)
+    assert shared.total < whole.total
+    for term in ("parameters", "states"):
+        assert getattr(shared, term) <= getattr(whole, term), term
+
+
+def test_ranks_of_tp_share_parameters_and_their_states():
+    """All but the norms and what lies beside the cut layers, which is whole on each of them."""
+    found, small = case(ImageShape.named("coatnet-5")), 0.02
+    alone, shared = (image_memory(found, Layout(tp=t)) for t in (1, 4))
+    for term in ("parameters", "gradients", "states"):
+        part = getattr(shared, term) / getattr(alone, term)
+        assert 0.25 <= part < 0.25 + small, term
 
 
 def test_terms_add_up_and_larger_images_take_more():
@@ -132,6 +145,9 @@ def test_a_step_is_made_of_what_was_measured():
     there = image_step(found, staged)
     assert there.products + there.attention + there.between == pytest.approx(3 * sizes[1] * 9e-3)
     assert there.idle == pytest.approx(sizes[0] * 9e-3)
+    assert alone.stragglers == 0.0
+    late = even(shape).straggling * math.sqrt(2.0 * math.log(2))  # of two ranks
+    assert there.stragglers == pytest.approx(late * (there.total - there.stragglers))
 
 
 def test_the_layouts_of_the_bench_share_the_images():

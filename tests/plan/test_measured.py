@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,7 +43,7 @@ COSTS = MeasuredCosts(
     launch=1e-6,
     again=0.75,
     of_a_message=1000.0,
-    of_a_step=1.0,
+    straggling=0.0,
 )
 SHAPE = gpt(4, 64, 4, vocab=96, sequence=32)
 ALONE = replace(PYOPS, straggling=0.0)
@@ -92,9 +93,13 @@ def test_each_message_takes_the_host_some_time(layout: Layout, messages: int):
     assert of(layout).host == pytest.approx(1000 * messages * 1e-6)
 
 
-def test_a_step_takes_longer_than_its_parts_by_themselves():
-    layout = Layout(micro_batch=2, num_microbatches=3, recompute="block")
-    assert of(layout, of_a_step=1.5).total == pytest.approx(1.5 * of(layout).total)
+def test_several_ranks_wait_for_the_slowest_and_one_for_nobody():
+    """The largest of n numbers with a deviation of 0.1 is about 0.1 sqrt(2 ln n) above them."""
+    alone = Layout(micro_batch=2, num_microbatches=3, recompute="block")
+    assert of(alone, straggling=0.1) == of(alone)
+    for layout in (Layout(dp=2, micro_batch=2), Layout(tp=2, dp=2, micro_batch=2)):
+        ranks = 1.0 + 0.1 * math.sqrt(2.0 * math.log(layout.num_ranks))
+        assert of(layout, straggling=0.1).total == pytest.approx(ranks * of(layout).total)
 
 
 def test_ranks_of_tp_have_the_blocks_that_were_measured_for_them():

@@ -10,7 +10,7 @@ from pyops.plan import PYOPS, Case, Cluster, Layout, Link, StepTime, load_cluste
 from pyops.plan.costs.links import group_link
 from pyops.plan.layouts.options import Options
 from pyops.plan.layouts.search import search
-from tests.plan.shapes import LLAMA_8B, gpt
+from tests.plan.shapes import LLAMA_8B, gpt, llama
 
 pytestmark = pytest.mark.cpu_only
 
@@ -144,3 +144,20 @@ def test_the_choice_is_dominated_by_none():
         and each.layout.axes_used <= best.layout.axes_used
     ]
     assert not fewer
+
+
+def test_of_layouts_that_are_alike_that_with_less_memory_is_taken():
+    """A small model on 8 devices: its copies take as long with ZeRO 0, 1 and 2."""
+    found = search(Case(llama(16, 2048, 16, 8192), H100.with_devices(8), PYOPS), Options(batch=64))
+    best, quickest = found.fitting[0], min(each.seconds for each in found.fitting)
+    alike = [
+        each
+        for each in found.fitting
+        if each.seconds <= 1.01 * quickest
+        and each.layout.axes_used == best.layout.axes_used
+        and each.layout.micro_batch == best.layout.micro_batch
+        and each.layout.zero < 3
+        and each.layout.offload == "none"
+    ]
+    assert {each.layout.zero for each in alike} == {0, 1, 2}
+    assert best.memory.total == min(each.memory.total for each in alike)

@@ -127,8 +127,7 @@ def _as_measured(
         whole = _formula(case, replace(layout, sequence_parallel=False))
         whole = _back(case, whole) if backward else whole
     measured = lines[layout.tp].at(rows_of(layout))
-    assert case.measured is not None
-    return formula.times(case.measured.of_a_step * measured / whole.total)
+    return formula.times(measured / whole.total)
 
 
 def forward_of(case: Case, layout: Layout) -> Pass:
@@ -194,7 +193,7 @@ def ends(case: Case, layout: Layout) -> Pass:
     seconds = sum(
         lines[layout.tp].at(rows_of(layout)) for lines in (found.ends_forward, found.ends_backward)
     )
-    return formula.times(found.of_a_step * seconds / formula.total)
+    return formula.times(seconds / formula.total)
 
 
 def optimizer_seconds(case: Case, layout: Layout) -> float:
@@ -207,6 +206,6 @@ def optimizer_seconds(case: Case, layout: Layout) -> float:
     count = max(rank_parameters(case.shape, layout, rank) for rank in (0, layout.pp - 1))
     owned = count / layout.copies if layout.zero else count
     if case.measured is not None:
-        return case.measured.of_a_step * case.measured.optimizer.at(owned)
+        return case.measured.optimizer.at(owned)
     device = case.cluster.device
     return OPTIMIZER_BYTES * owned / (device.memory_bandwidth * device.efficiency.memory)

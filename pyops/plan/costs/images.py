@@ -11,7 +11,6 @@ read once in forward: an estimate of what lies between the products.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,7 +24,7 @@ from pyops.plan.costs.links import group_link, ring
 from pyops.plan.costs.measured import MeasuredLayers
 from pyops.plan.costs.messages import OF_A_STEP, Held, Sent, copies_messages, neighbor_messages
 from pyops.plan.costs.rank_memory import ADAM, BUCKETS, ELEMENT_BYTES, MESSAGES, Memory, state_bytes
-from pyops.plan.costs.times import StepTime, crowding
+from pyops.plan.costs.times import StepTime, crowding, late
 from pyops.plan.costs.turns import kept
 from pyops.plan.layout import Layout, Software
 from pyops.plan.shapes import ImageShape
@@ -114,7 +113,7 @@ def _passes(case: ImageCase, layout: Layout) -> list[tuple[Pass, Pass]]:
     found = []
     for number, (each, whole) in enumerate(zip(forwards, there, strict=True)):
         lines = (measured.forward[tp][number], measured.backward[tp][number])
-        scale = measured.of_a_step / whole.total
+        scale = 1.0 / whole.total
         first, second = (scale * line.at(float(images)) for line in lines)
         found.append((each.times(first), each.times(second)))
     return found
@@ -293,7 +292,7 @@ def num_image_messages(case: ImageCase, layout: Layout, layers: Sequence[LayerSi
 def _optimizer(case: ImageCase, layout: Layout, count: float) -> float:
     owned = count / layout.copies if layout.zero else count
     if case.measured is not None:
-        return case.measured.of_a_step * case.measured.optimizer.at(owned)
+        return case.measured.optimizer.at(owned)
     device = case.cluster.device
     return OPTIMIZER_BYTES * owned / (device.memory_bandwidth * device.efficiency.memory)
 
@@ -374,6 +373,6 @@ def image_step(case: ImageCase, layout: Layout) -> StepTime:
         optimizer=_optimizer(case, layout, fullest.count(layout.tp)),
         host=host,
     )
-    late = software.straggling * math.sqrt(2.0 * math.log(layout.num_ranks))
-    found = replace(found, stragglers=late * found.total)
+    deviation = software.straggling if measured is None else measured.straggling
+    found = replace(found, stragglers=late(layout, deviation) * found.total)
     return replace(found, crowding=crowding(case.cluster, layout, found))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 __all__ = ["Line", "MeasuredCosts", "MeasuredLayers"]
 
 # Fitted to every third layout of `python -m benchmarks plan`, of a GPT on two cores.
-OF_A_MESSAGE, OF_A_STEP = 200.0, 1.17
+OF_A_MESSAGE, STRAGGLING = 175.0, 0.135
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ class MeasuredCosts:
     """Which part of a forward the recomputation of a block takes longer."""
     of_a_message: float = OF_A_MESSAGE
     """Such operations that a message between ranks takes beside its time on the link: fitted."""
-    of_a_step: float = OF_A_STEP
-    """How many times as long as its parts, timed one by one, a step computes: each finds the caches
-    as others have left them. Fitted."""
+    straggling: float = STRAGGLING
+    """Deviation of a rank's step, of which the slowest of all counts, as `Software` has it for
+    devices of their own: ranks of one machine disturb each other, and wait for each other at every
+    message; what is timed is each by itself. Nothing for one rank. Fitted."""
     facts: Mapping[str, str] = field(default_factory=dict, compare=False)
     """On what, and with how many ranks."""
 
@@ -98,8 +99,8 @@ class MeasuredLayers:
     """Seconds of an operation that has next to nothing to do."""
     of_a_message: float = OF_A_MESSAGE
     """As in `MeasuredCosts`."""
-    of_a_step: float = 1.0
-    """As in `MeasuredCosts`; layers are timed in turn, as a step has them."""
+    straggling: float = STRAGGLING
+    """As in `MeasuredCosts`."""
 
     def has(self, tp: int) -> bool:
         """Whether layers were measured as tp ranks cut them.

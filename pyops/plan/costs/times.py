@@ -34,7 +34,7 @@ from pyops.plan.costs.rank_memory import blocks_of_a_rank
 from pyops.plan.costs.turns import idle
 from pyops.plan.layout import Layout
 
-__all__ = ["StepTime", "crowding", "step_time"]
+__all__ = ["StepTime", "crowding", "late", "step_time"]
 
 LAUNCH_SECONDS = 5e-6  # of a kernel by the host: an estimate
 KERNELS = 20  # of a block and forward: an estimate
@@ -165,8 +165,8 @@ def step_time(case: Case, layout: Layout) -> StepTime:
         data_messages=data_messages(case, layout, work=computed, last=blocks * backward),
         optimizer=optimizer_seconds(case, layout) + offload_seconds(case, layout),
     )
-    slowest = case.software.straggling * math.sqrt(2.0 * math.log(layout.num_ranks))
-    found = replace(found, stragglers=slowest * found.total)
+    deviation = case.software.straggling if case.measured is None else case.measured.straggling
+    found = replace(found, stragglers=late(layout, deviation) * found.total)
     return replace(found, crowding=crowding(case.cluster, layout, found))
 
 
@@ -177,6 +177,16 @@ def _host(case: Case, layout: Layout, blocks: int, computed: float) -> float:
         return measured.launch * measured.of_a_message * num_messages(layout, blocks)
     launched = KERNELS * LAUNCH_SECONDS * blocks * (4 if layout.recompute == "block" else 3)
     return m * max(0.0, launched - computed)
+
+
+def late(layout: Layout, deviation: float) -> float:
+    """Which part of a step the slowest rank of all takes longer than a typical one.
+
+    Args:
+        layout: With its ranks.
+        deviation: Of a rank's step, as a part of it.
+    """
+    return deviation * math.sqrt(2.0 * math.log(layout.num_ranks))
 
 
 def crowding(cluster: Cluster, layout: Layout, found: StepTime) -> float:

@@ -126,6 +126,26 @@ def test_the_same_bits_for_any_number_of_threads(stride: int, isa: str):
     assert torch.equal(dx, found[0][1][1:2])
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels", [1024, 1032], ids=["registers", "and a rest"])
+def test_large_results_have_the_bits_of_small_ones(channels: int, stride: int, isa: str):
+    """Beyond 4 million numbers they are written past the caches where whole registers fit; the
+    channels in two parts are below that."""
+    tensors = operands((1, 64, 64, channels), F32, torch.device("cpu"), F32)
+    dy, half = gradient_of_y(tensors[0], stride), channels // 2
+    assert tensors[0].numel() >= 4 << 20 > tensors[0].numel() / 2
+    found = results(depthwise_conv2d, tensors, dy, stride)
+    for part in (slice(half), slice(half, None)):
+        x, weight, bias = tensors[0][:, part], tensors[1][part], tensors[2][part]
+        expected = results(depthwise_conv2d, [x, weight, bias], dy[:, part], stride)
+        y, dx, dweight, dbias = found
+        for a, e in zip(
+            (y[:, part], dx[:, part], dweight[part], dbias[part]), expected, strict=True
+        ):
+            assert torch.equal(a, e)
+
+
 def test_an_activation_at_inference(device: torch.device, isa: str):
     tensors = operands((2, 3, 5, 21), F32, device, F32)
     exact = plain(*(t.double() for t in tensors), stride=2)
