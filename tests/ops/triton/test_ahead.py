@@ -212,6 +212,7 @@ def codes() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "given", lambda: scaled.quantize_rows(x, one, zero, symmetric=False)
     acc, s, t = torch.zeros(32, 512, dtype=torch.int32), torch.ones(32), torch.ones(512)
     yield "sums", lambda: scaled.scale_product(acc, s, t, None, None, None, **none)
+    yield "sums in place", lambda: scaled.scale_sums_(acc, s, t, None, None, None)
     yield (
         "all sums",
         lambda: scaled.scale_product(acc, s, t, acc[:, 0], acc[0], t, activation="gelu", dtype=F32),
