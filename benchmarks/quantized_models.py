@@ -11,7 +11,7 @@ import copy
 import itertools
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,8 @@ class Text:
 
     @classmethod
     def load(cls, length: int, *, rows: int, held_out: int) -> Text:
-        """Files of the standard library in the order of their names: every eighth is held out."""
+        """Files of the standard library, of which every eighth is held out; rows evenly spread over
+        all of them."""
         folder = Path(sysconfig.get_paths()["stdlib"])
         files = sorted(folder.glob("*.py"))
         parts = []
@@ -146,20 +147,12 @@ class Text:
             ([f for i, f in enumerate(files) if i % 8], rows),
             (files[::8], held_out),
         ):
-            read = b"".join(_enough(own, (length + 1) * most))
+            read = b"".join(file.read_bytes() for file in own)
             flat = torch.frombuffer(bytearray(read), dtype=torch.uint8).long()
             flat = flat[: len(flat) // (length + 1) * (length + 1)]
-            parts.append(flat.view(-1, length + 1)[:most])
+            found = flat.view(-1, length + 1)
+            parts.append(found[torch.linspace(0, len(found) - 1, min(most, len(found))).long()])
         return cls(*parts)
-
-
-def _enough(files: list[Path], size: int) -> Iterator[bytes]:
-    for file in files:
-        if size <= 0:
-            return
-        read = file.read_bytes()
-        size -= len(read)
-        yield read
 
 
 def example_gpt(config: GPTConfig, text: Text, *, steps: int, batch: int) -> GPT:
