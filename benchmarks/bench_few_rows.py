@@ -21,7 +21,7 @@ __all__ = ["cases", "run"]
 
 # Rows, width, outputs, and how many such matrices are gone through
 SHAPES = ((1, 512, 2816, 16), (1, 4096, 4096, 2), (4, 4096, 4096, 2), (8, 4096, 4096, 2))
-WIDE = ((16, 4096, 4096, 2),)
+WIDE = ((16, 4096, 4096, 2), (64, 512, 2816, 16))
 
 
 def case(

@@ -97,7 +97,7 @@ def digits_rows() -> Iterator[Row]:
         yield row | {"float_bytes": float_bytes(models[0])}
 
 
-def text_rows(format: Format = GROUP_64, *, steps: int = 250) -> Iterator[Row]:
+def text_rows(format: Format = GROUP_64, *, steps: int = 700) -> Iterator[Row]:
     """Nats per byte by method."""
     start = time.perf_counter()
     text = Text.load(EXAMPLE.sequence_length, rows=8000, held_out=128)

@@ -173,12 +173,27 @@ def rotaries() -> Iterator[Case]:
 
 def nm_masks() -> Iterator[Case]:
     """Bytes beside those of two tensors: an eighth of one of bits for each element."""
-    from pyops.ops.triton import nm_mask as kernels
+    from pyops.ops.triton.sparse import nm_mask as kernels
 
     for dtype in (BF16, F32):
         w = empty(4096, 4096, dtype=dtype)
         two_of_four = partial(kernels.nm_mask, w, n=2, m=4, dim=1)
         yield Case(f"2:4 {_short(dtype)}", two_of_four, 2 * dtype.itemsize, 8)
+
+
+def radix_counts() -> Iterator[Case]:
+    """A pass over the upper bits of magnitudes and one over the lower, the counts aside; and bits
+    that say what stays."""
+    from pyops.ops.triton.sparse import radix_count as kernels
+
+    counts = empty(65536, dtype=torch.int64)
+    for dtype in (BF16, F32):
+        w, size = empty(4096, 4096, dtype=dtype), dtype.itemsize
+        for name, prefix in (("upper", None), ("lower", 0x3F80)):
+            counting = partial(kernels.radix_count_, [w], counts, prefix=prefix)
+            yield Case(f"{name} bits {_short(dtype)}", counting, size, 4)
+        bits = empty(4096 * 4096 // 8, dtype=torch.uint8)
+        yield Case(f"kept {_short(dtype)}", partial(kernels.keep_bits_, [w], [bits]), size, 4)
 
 
 def codes() -> Iterator[Case]:
@@ -261,6 +276,7 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "dropout": dropouts,
     "rotary": rotaries,
     "nm_mask": nm_masks,
+    "radix_count": radix_counts,
     "codes": codes,
     "fake_quantize": fake_quantizations,
 }

@@ -240,6 +240,11 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         if "by_method" in row
         else ""
     ),
+    "of the teacher's accuracy": lambda row: (
+        f"{100 * row['of_teacher']:.1f} % (aim {100 * row['least']['of_teacher']:g} %)"
+        if "of_teacher" in row
+        else ""
+    ),
     "vs AdamW's loss": lambda row: (
         f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
     ),

@@ -1,4 +1,4 @@
-// quantize_rows, row_extents and scale_product on tensors: checks, then rows on torch's threads.
+// quantize_rows, row_extents, scale_product and scale_sums_ on tensors: checks, then rows on torch's threads.
 #include <memory>
 #include <string>
 #include <tuple>
@@ -115,6 +115,25 @@ Tensor scale_product(const Tensor acc, const Tensor row_scales, const Tensor col
     return operands.out;
 }
 
+void scale_sums_(Tensor acc, const Tensor row_scales, const Tensor column_scales,
+                 const std::optional<Tensor> row_zeros, const std::optional<Tensor> sums,
+                 const std::optional<Tensor> bias) {
+    const char* const op = "scale_sums_";
+    require(acc.is_cpu() && acc.dim() > 0 && acc.scalar_type() == ScalarType::Int, "pyops::", op,
+            ": acc must be int32 [..., width], got shape ", Shape{acc});
+    const std::vector<int64_t> shape(acc.sizes().begin(), acc.sizes().end());
+    const Tensor place = dense(acc);  // acc itself, or where its numbers stand side by side
+    SumOperands operands(place, shape, {row_scales, column_scales, row_zeros, sums, bias},
+                         std::nullopt, op);
+    operands.span.acc = static_cast<const int32_t*>(place.data_ptr());
+    const Kernels& kernel = kernels();
+    for_each_rows(operands.rows, operands.span.width,
+                  [&](int64_t first, int64_t last, float* scratch) {
+                      kernel.scale_product(operands.span, first, last, scratch);
+                  });
+    if (!acc.is_contiguous()) torch::stable::copy_(acc, place);
+}
+
 }  // namespace
 }  // namespace pyops
 
@@ -122,4 +141,5 @@ STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
     PYOPS_IMPL(m, "quantize_rows", &pyops::quantize_rows);
     PYOPS_IMPL(m, "row_extents", &pyops::row_extents);
     PYOPS_IMPL(m, "scale_product", &pyops::scale_product);
+    PYOPS_IMPL(m, "scale_sums_", &pyops::scale_sums_);
 }

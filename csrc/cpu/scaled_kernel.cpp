@@ -64,9 +64,17 @@ template <typename S>
 void scale_rows(const ScaledSums& rows, int64_t first, int64_t last, float* scratch) {
     for (int64_t r = first; r < last; ++r) {
         S* const out = static_cast<S*>(rows.out) + r * rows.width;
+        const int32_t* const acc = rows.acc + r * rows.width;
         float* row = scratch;
-        if constexpr (sizeof(S) == sizeof(float)) row = out;
-        scale_row(row, rows.acc + r * rows.width, rows, r, 0, rows.width);
+        if constexpr (sizeof(S) == sizeof(float)) {
+            if (rows.out == rows.acc) {  // in place: read whole before it is written
+                scale_row(row, acc, rows, r, 0, rows.width);
+                memcpy(out, row, static_cast<size_t>(rows.width) * sizeof(float));
+                continue;
+            }
+            row = out;
+        }
+        scale_row(row, acc, rows, r, 0, rows.width);
         finish_row(out, row, rows.width, rows.activation);
     }
 }

@@ -22,7 +22,17 @@ struct SumOperands {
     // For sums of `shape`, the last dimension of which is that of the outputs.
     SumOperands(const Tensor& like, const std::vector<int64_t>& shape, const SumTensors& given,
                 const std::optional<std::string>& activation, ScalarType dtype, const char* op)
-        : kept(given), out(empty_of(like, shape, dtype)) {
+        : SumOperands(empty_of(like, shape, dtype), shape, given, activation, op) {
+        span.dtype = dtype_code(out);
+        require(span.dtype >= 0 && span.dtype != FP64, "pyops::", op,
+                ": dtype must be float32, bfloat16 or float16");
+        ask_for_huge_pages(out.data_ptr(), out.numel() * (span.dtype == FP32 ? 4 : 2));
+    }
+
+    // For a result that takes the place of the sums, as fp32.
+    SumOperands(const Tensor& result, const std::vector<int64_t>& shape, const SumTensors& given,
+                const std::optional<std::string>& activation, const char* op)
+        : kept(given), out(result) {
         span.width = shape.back();
         rows = 1;
         for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
@@ -42,10 +52,7 @@ struct SumOperands {
         if (kept.bias)
             span.bias = numbers<float>(*kept.bias, ScalarType::Float, span.width, op, "bias");
         span.activation = activation ? activation_code(*activation, op) : -1;
-        span.dtype = dtype_code(out);
-        require(span.dtype >= 0 && span.dtype != FP64, "pyops::", op,
-                ": dtype must be float32, bfloat16 or float16");
-        ask_for_huge_pages(out.data_ptr(), out.numel() * (span.dtype == FP32 ? 4 : 2));
+        span.dtype = FP32;
         span.out = out.data_ptr();
     }
 

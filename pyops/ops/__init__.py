@@ -29,7 +29,7 @@ of `torch.ops.pyops`.
                                                differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
                parts of one, between which ranks exchange sums
-    scaled     quantize_rows, row_extents, scale_product: what surrounds a product of int8
+    scaled     quantize_rows, row_extents, scale_product, scale_sums_: around a product of int8
     code_rows  code_rows_product, decode_rows          few rows times weights of few bits
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
                addition; differentiable

@@ -35,6 +35,7 @@ from pyops.ops.codes.scaled import (
     range_scales,
     row_extents,
     scale_product,
+    scale_sums_,
 )
 from pyops.quantized.formats import (
     Codes,
@@ -313,8 +314,10 @@ class QuantizedLinear(nn.Module):
         acc = int8_product(rows.codes, weight, self.sums)
         if shared:
             acc = ranks.sum_(acc).wait()
-        sums = self.whole_sums
-        return scale_product(acc, rows.scales, scales, rows.zero_points, sums, bias, dtype=x.dtype)
+        given = (rows.scales, scales, rows.zero_points, self.whole_sums, bias)
+        if x.dtype == torch.float32:
+            return scale_sums_(acc, *given)  # nobody else has the sums
+        return scale_product(acc, *given, dtype=x.dtype)
 
     def _rows(self, x: Tensor, *, shared: bool) -> QuantizedRows:
         """Codes of x, with one scale for each row of all ranks."""

@@ -46,6 +46,7 @@ CODE_SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "quantize_rows": _rows,
     "row_extents": lambda device: (_rows(device)[0][:1], {"symmetric": False}),
     "scale_product": _sums,
+    "scale_sums_": lambda device: (_sums(device)[0], {}),
     "code_rows_product": _code_rows,
     "decode_rows": lambda device: (
         _code_rows(device)[0][1:4],

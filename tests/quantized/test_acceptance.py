@@ -25,6 +25,9 @@ pytest.importorskip("sklearn")
 pytestmark = pytest.mark.cpu_only
 
 
+OF_INT8 = 0.01  # nats a byte that 8 bits may cost at most
+
+
 def check_digits(seeds: int, *, epochs: int) -> None:
     """The mean over seeds, in percent."""
     digits = Digits.load()
@@ -59,29 +62,33 @@ def test_digits(seeds: int):
 
 @pytest.mark.full
 def test_text():
-    """Of two bits, which cost enough to be told apart after so little training."""
+    """Of two bits, which cost enough of so small a model for methods to be told apart."""
     text = Text.load(64, rows=1000, held_out=64)
-    model = example_gpt(SMALL, text, steps=60, batch=16)
+    model = example_gpt(SMALL, text, steps=400, batch=16)
     found, _ = text_losses(model, text, IntN(2, group=64), examples=16)
     check_text(found)
 
 
 @pytest.mark.full
 def test_text_of_the_example():
+    """AWQ, and 50 times an input in 8 bits, are told by the bench: this model bears both."""
     text = Text.load(256, rows=8000, held_out=128)
-    model = example_gpt(EXAMPLE, text, steps=250, batch=8)
+    model = example_gpt(EXAMPLE, text, steps=700, batch=8)
     found, _ = text_losses(model, text, GROUP_64, examples=64)
-    check_text(found)
+    check_methods(found)
     lost = found["nearest"] - found["float"]
-    assert found["awq"] - found["float"] <= 0.8 * lost
     assert found["awq, gptq"] - found["float"] <= 0.6 * lost
 
 
 def check_text(found: dict[str, float]) -> None:
+    check_methods(found)
+    assert found["outlier"] - found["float"] > OF_INT8, "an outlier that int8 bears"
+
+
+def check_methods(found: dict[str, float]) -> None:
     exact = found["float"]
     lost = found["nearest"] - exact
-    assert found["int8"] - exact <= 0.01
+    assert found["int8"] - exact <= OF_INT8
     assert lost > 0
     assert found["gptq"] - exact <= 0.6 * lost
-    assert found["outlier"] - exact > 0.05
-    assert found["outlier, smooth"] - exact <= 0.02
+    assert found["outlier, smooth"] - exact <= OF_INT8

@@ -13,6 +13,7 @@ from pyops.quantized import Int8, IntN, decode, encode
 from pyops.quantized.calibration import awq, smooth
 from pyops.quantized.calibration.activation_aware import awq_scale, rounding_error
 from pyops.quantized.calibration.readers import readers_of_norms
+from pyops.quantized.calibration.smoothing import smoothing_scale
 from pyops.quantized.layers import chosen, matrix
 
 pytestmark = pytest.mark.cpu_only
@@ -90,6 +91,13 @@ def test_what_smoothing_moves():
     x = torch.cat([model.blocks[0].norm1(model.embedding(t)).flatten(0, 1) for t in tokens()])
     w = torch.cat([attention.q.weight, attention.kv.weight])
     torch.testing.assert_close(x.abs().amax(0), w.abs().amax(0), rtol=1e-6, atol=0)
+
+
+def test_how_much_moves():
+    """max |X|^alpha / max |W|^(1 - alpha); 1 where either is 0."""
+    inputs, weights = torch.tensor([16.0, 16.0, 0.0]), torch.tensor([81.0, 0.0, 1.0])
+    assert smoothing_scale(inputs, weights, 0.25).tolist() == pytest.approx([2 / 27, 1.0, 1.0])
+    assert smoothing_scale(inputs, weights, 1.0).tolist() == [16.0, 1.0, 1.0]
 
 
 def test_a_norm_that_something_else_reads_stays():

@@ -104,6 +104,23 @@ def test_the_bits_of_one_process(world, ranks):
         assert y[2].abs().max() > 10 * y[0].abs().max() > 0
 
 
+def long_sums(rank: int, group: Any) -> Tensor:
+    """y of 4,096 inputs, of which the ranks have parts: sums that fp32 does not hold."""
+    config = RowConfig(scatter_input=True, seed=3, std=0.5)
+    model = torch.nn.Sequential(RowParallelLinear(4096, 4, config=config, group=group))
+    with torch.no_grad():
+        model[0].weight.copy_(0.9 + 0.1 * model[0].weight.sigmoid())
+        convert(model, Scheme(Int8(), Int8(per="token")))
+        return model(1 - 0.1 * torch.rand(3, 4096, generator=torch.Generator().manual_seed(1)))
+
+
+def test_sums_beyond_the_whole_numbers_of_fp32(world):
+    expected = long_sums(0, ALONE)
+    assert float(expected.min()) > 0.9 * 0.9 * 4096  # codes of 114 and more: sums above 2^25
+    for y in world(2).run(long_sums):
+        assert torch.equal(y, expected)
+
+
 CONFIG = GPTConfig(
     vocab_size=13, sequence_length=6, num_layers=1, num_heads=4, num_kv_heads=2, dim=32,
     hidden=64, activation="swiglu", tied_head=False,

@@ -45,6 +45,8 @@ __all__ = [
     "row_extents_reference",
     "scale_product",
     "scale_product_reference",
+    "scale_sums_",
+    "scale_sums_reference",
 ]
 
 LONGEST, LONGEST_ASYMMETRIC = 133_144, 66_311
@@ -335,6 +337,37 @@ def scale_product(
     return y
 
 
+def scale_sums_(
+    acc: Tensor,
+    row_scales: Tensor,
+    column_scales: Tensor,
+    row_zeros: Tensor | None = None,
+    sums: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`scale_product` in fp32 in the place of the sums, whose memory is written over: bit for bit
+    the same numbers, without a result's fresh pages.
+
+    Args:
+        acc: As of `scale_product`; afterwards its bits are those of the numbers.
+        row_scales: See acc.
+        column_scales: See acc.
+        row_zeros: See acc.
+        sums: See acc.
+        bias: See acc.
+
+    Returns:
+        acc as fp32.
+
+    Raises:
+        ValueError: As of `scale_product`.
+        TypeError: As of `scale_product`.
+    """
+    check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, None, torch.float32)
+    torch.ops.pyops.scale_sums_.default(acc, row_scales, column_scales, row_zeros, sums, bias)
+    return acc.view(torch.float32)
+
+
 def _blocks_of_rows(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Least and greatest of each row of fp32 numbers, 0 among them; nan for a row that is not
     finite."""
@@ -394,6 +427,12 @@ def scale_product_reference(
     return (y if activation is None else activate(y, activation)).to(dtype)
 
 
+def scale_sums_reference(acc: Tensor, *operands: Any) -> None:
+    """The op `scale_sums_` in plain torch. `operands`: as of `scale_product_reference`."""
+    y = scale_product_reference(acc, *operands, activation=None, dtype=torch.float32)
+    acc.copy_(y.view(torch.int32))
+
+
 def _fake_quantize_rows(
     x: Tensor, scales: Tensor | None, zero_points: Tensor | None, *, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -411,6 +450,10 @@ def _fake_row_extents(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
 
 def _fake_scale_product(acc: Tensor, *_: Any, activation: str | None, dtype: torch.dtype) -> Tensor:
     return acc.new_empty(acc.shape, dtype=dtype)
+
+
+def _fake_scale_sums(*_: Any) -> None:
+    return None
 
 
 define(
@@ -431,5 +474,12 @@ define(
     "Tensor? sums, Tensor? bias, *, str? activation, ScalarType dtype) -> Tensor",
     reference=scale_product_reference,
     fake=_fake_scale_product,
+    triton="scaled",
+)
+define(
+    "scale_sums_(Tensor(a!) acc, Tensor row_scales, Tensor column_scales, Tensor? row_zeros, "
+    "Tensor? sums, Tensor? bias) -> ()",
+    reference=scale_sums_reference,
+    fake=_fake_scale_sums,
     triton="scaled",
 )

@@ -113,6 +113,10 @@ def symmetric_sum_reference(
             f"{len(rows)} rows, {len(pads)} pads, {len(outs)} outs of rank {rank}: give one row "
             "and one pad for each rank, and one out or as many"
         )
+    if norm is not None and (norm.dtype != torch.float64 or norm.shape != (2,)):
+        raise ValueError(
+            f"symmetric_sum_: norm must be float64 [2]; got {norm.dtype} {list(norm.shape)}"
+        )
     total = torch.empty_like(outs[0])
     sum_rows_reference(total, rows, scale=scale)
     for out in outs:

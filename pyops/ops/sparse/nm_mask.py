@@ -101,5 +101,5 @@ define(
     "nm_mask(Tensor w, *, int n, int m, int dim) -> (Tensor, Tensor)",
     reference=nm_mask_reference,
     fake=_fake,
-    triton="nm_mask",
+    triton="sparse.nm_mask",
 )

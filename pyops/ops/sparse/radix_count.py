@@ -8,8 +8,8 @@
 
 Nothing is sorted or copied, and counts of ranks add up: the threshold is that of all ranks'
 numbers, exact, whoever holds which. Numbers of bf16 have no lower bits, and one process counts them
-once. Bytes read per element and pass: 4 of fp32, 2 of bf16 and fp16. On CUDA torch's own kernels
-answer; the path is unverified on GPU.
+once. Bytes read per element and pass: 4 of fp32, 2 of bf16 and fp16. The kernels for CUDA are
+Triton's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyops.ops.library import by_torch_on_cuda, define
+from pyops.ops.library import define
 from pyops.ops.optimizers.table import row_problem
 
 __all__ = [
@@ -228,11 +228,11 @@ define(
     "radix_count_(Tensor[] tensors, Tensor(a!) counts, *, int? prefix) -> ()",
     reference=radix_count_reference,
     fake=_no_result,
+    triton="sparse.radix_count",
 )
 define(
     "keep_bits_(Tensor(a!)[] tensors, Tensor[] bits) -> ()",
     reference=keep_bits_reference,
     fake=_no_result,
+    triton="sparse.radix_count",
 )
-by_torch_on_cuda("radix_count_", radix_count_reference)
-by_torch_on_cuda("keep_bits_", keep_bits_reference)

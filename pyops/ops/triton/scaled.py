@@ -1,6 +1,6 @@
-"""quantize_rows, row_extents and scale_product for CUDA: one launch each. A row stays in registers
-between the pass that finds its scale and the one that uses it; a wider one is read again from the
-cache."""
+"""quantize_rows, row_extents, scale_product and scale_sums_ for CUDA: one launch each. A row stays
+in registers between the pass that finds its scale and the one that uses it; a wider one is read
+again from the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyops.ops.codes.scaled import check_rows, check_sums
 from pyops.ops.triton.activation import _act
 from pyops.ops.triton.launch import dense, last_dim_first, on_device, tile
 
-__all__ = ["quantize_rows", "row_extents", "scale_product"]
+__all__ = ["quantize_rows", "row_extents", "scale_product", "scale_sums_"]
 
 WIDEST = 8192  # numbers of a row in registers
 ROWS, COLUMNS = 4, 512  # of a tile of sums
@@ -73,8 +73,28 @@ def scale_product(
     bias."""
     row_scales, column_scales, row_zeros, sums, bias = operands
     check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, activation, dtype)
-    acc, rows, columns = last_dim_first(acc)
+    acc = last_dim_first(acc)[0]
     y = acc.new_empty(acc.shape, dtype=dtype)
+    _launch_scale(acc, y, operands, activation)
+    return y
+
+
+def scale_sums_(acc: Tensor, *operands: Any) -> None:
+    """s (acc - z sums) t + bias as fp32 in the place of acc, whose tiles are read before they are
+    written. `operands`: as of `scale_product`."""
+    row_scales, column_scales, row_zeros, sums, bias = operands
+    check_sums(acc, row_scales, column_scales, row_zeros, sums, bias, None, torch.float32)
+    place = acc.contiguous()
+    _launch_scale(place, place.view(torch.float32), operands, None)
+    if place is not acc:
+        acc.copy_(place)
+
+
+def _launch_scale(
+    acc: Tensor, y: Tensor, operands: tuple[Any, ...], activation: str | None
+) -> None:
+    row_scales, _, row_zeros, _, bias = operands
+    _, rows, columns = last_dim_first(acc)
     if rows:
         width = tile(columns, most=COLUMNS)
         with on_device(acc):
@@ -92,7 +112,6 @@ def scale_product(
                 COLUMNS=width,
                 enable_fp_fusion=False,
             )
-    return y
 
 
 @triton.jit

@@ -93,6 +93,11 @@ def test_sums_have_the_bits_of_plain_torch(out_dtype: torch.dtype, device: torch
             found = scaled.scale_product(*given, dtype=out_dtype)
             expected = scaled.scale_product_reference(*given, activation=None, dtype=out_dtype)
             same_bits([found], [expected])
+            if out_dtype == F32:  # in the place of the sums, and with the very bits
+                taken = given[0].clone()
+                there = scaled.scale_sums_(taken, *given[1:])
+                same_bits([there], [expected])
+                assert there.data_ptr() == taken.data_ptr()
             relu = scaled.scale_product(*given, activation="relu", dtype=out_dtype)
             same_bits([relu], [torch.relu(expected)])
         assert found.float().abs().nan_to_num().max() > 0
@@ -171,6 +176,7 @@ BYTES, ONES = ACC.to(torch.int8), torch.ones(4)
         (lambda: scaled.scale_product(ACC, ONES[:1], ONES, ACC[0, :1]), "belong together"),
         (lambda: scaled.scale_product(ACC, ONES[:1], ONES, bias=ONES[:2]), "bias must be.*of 4"),
         (lambda: scaled.scale_product(ACC, ONES[:1], ONES, activation="tanh"), "got 'tanh'"),
+        (lambda: scaled.scale_sums_(ACC.long(), ONES, ONES), "acc must be int32"),
         (lambda: scaled.int8_product(ACC, ACC), "a must be int8 or uint8"),
         (
             lambda: scaled.int8_product(ACC.to(torch.int8), ACC[:, :3].to(torch.int8)),

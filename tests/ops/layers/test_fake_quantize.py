@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.ops.layers.fake_quantize import fake_quantize
+from pyops.ops.layers.fake_quantize import fake_quantize, fake_quantize_backward_reference
 from pyops.quantized import Int4, Int8, IntN, decode, encode
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -88,6 +88,23 @@ def test_against_torchs_learned_steps(device: torch.device, isa: str):
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
         assert 0 < int((found[0] == 0).sum()) < x.numel() // 2
         assert expected[1].abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+def test_the_gradients_of_plain_torch(dtype: torch.dtype, device: torch.device, isa: str):
+    """Numbers inside the codes, below and above, with zero points and without."""
+    x, dy = (torch.randn(3, 8, device=device).to(dtype) for _ in range(2))
+    scale = torch.tensor([0.1, 0.2, 0.3], device=device, dtype=F64 if dtype == F64 else F32)
+    zero = torch.tensor([1.0, -2.0, 0.0], device=device, dtype=scale.dtype)
+    options = {
+        "lo": -3, "hi": 4, "inner": 8, "factor": 0.5, "input_grad": True, "scale_grad": True,
+    }  # fmt: skip
+    for given in (None, zero):
+        found = torch.ops.pyops.fake_quantize_backward(dy, x, scale, given, **options)
+        expected = fake_quantize_backward_reference(dy, x, scale, given, **options)
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(found[1], expected[1])
+        assert 0 < int((expected[0] == 0).sum()) < x.numel()
 
 
 def test_against_a_smooth_surrogate_in_float64(device: torch.device, isa: str):

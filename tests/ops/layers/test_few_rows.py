@@ -72,7 +72,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("case", ["used", "gradients", "many rows", "autocast", "other dtype"])
 def test_where_the_kernel_is_used(case: str):
     device = torch.device("cpu")
-    x, weight, bias = operands(17 if case == "many rows" else 16, 8, 5, F32, device)
+    x, weight, bias = operands(65 if case == "many rows" else 64, 8, 5, F32, device)
     if case == "other dtype":
         x = x.to(BF16)
         weight = weight.double()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyops.ops.sparse import nm_mask as contract
-from pyops.ops.triton import nm_mask as kernels
+from pyops.ops.triton.sparse import nm_mask as kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

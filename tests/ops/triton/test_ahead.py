@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -126,7 +127,7 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def nm_masks() -> Iterator[tuple[str, Callable[[], object]]]:
-    from pyops.ops.triton import nm_mask as kernels
+    from pyops.ops.triton.sparse import nm_mask as kernels
 
     for dtype in (BF16, F32, F64):
         w = torch.zeros(64, 128, dtype=dtype)
@@ -202,6 +203,21 @@ def attention_of(
     )
 
 
+def radix_counts() -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.triton.sparse import radix_count as kernels
+
+    counts, bits = torch.zeros(65536, dtype=torch.int64), torch.zeros(512, dtype=torch.uint8)
+    for dtype, prefix in ((F32, None), (F32, 7), (BF16, None), (F16, 0)):
+        x = torch.zeros(4096, dtype=dtype)
+        yield (
+            f"counts {dtype}, {prefix}",
+            lambda x=x, p=prefix: kernels.radix_count_([x], counts, prefix=p),
+        )
+    for dtype in (F32, BF16, F16, F64):
+        x = torch.zeros(4096, dtype=dtype)
+        yield f"bits {dtype}", lambda x=x: kernels.keep_bits_([x], [bits])
+
+
 def codes() -> Iterator[tuple[str, Callable[[], object]]]:
     """Rows in registers and wider ones, given scales, every kind of sum, codes of 8 and 4 bits."""
     from pyops.ops.triton import code_rows, scaled
@@ -219,6 +235,7 @@ def codes() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "given", lambda: scaled.quantize_rows(x, one, zero, symmetric=False)
     acc, s, t = torch.zeros(32, 512, dtype=torch.int32), torch.ones(32), torch.ones(512)
     yield "sums", lambda: scaled.scale_product(acc, s, t, None, None, None, **none)
+    yield "sums in place", lambda: scaled.scale_sums_(acc, s, t, None, None, None)
     yield (
         "all sums",
         lambda: scaled.scale_product(acc, s, t, acc[:, 0], acc[0], t, activation="gelu", dtype=F32),
@@ -242,6 +259,7 @@ STEMS = {
     "dropout": dropouts,
     "rotary": rotaries,
     "nm_mask": nm_masks,
+    "radix_count": radix_counts,
     "fake_quantize": fake_quantizations,
     "norm": norms,
     "cross_entropy": cross_entropies,
@@ -257,5 +275,6 @@ def test_kernels_compile_for_sm_90(stem: str):
         compiled = compile_launches(call)
         assert compiled, f"{name} launched nothing"
         assert all(
-            ".target sm_90" in launch.ptx and "st.global" in launch.ptx for launch in compiled
+            ".target sm_90" in launch.ptx and re.search(r"\b(st|atom|red)\.global", launch.ptx)
+            for launch in compiled
         ), name

@@ -34,6 +34,8 @@ CASES = {
     "part of rows bf16",
     "pairs bf16",
     "2:4 bf16",
+    "upper bits fp32",
+    "kept bf16",
     "rows to codes bf16",
     "sums of codes bf16",
     "one row by int4 bf16",
@@ -63,7 +65,7 @@ def test_registers_spills_and_instructions(found):
     assert not wrong
     kernels = {name.split(": ")[-1] for name in found}
     folder = Path(activation.__file__).parent
-    assert kernels == launched(folder), "a kernel without a case"
+    assert kernels == launched(folder) | launched(folder / "sparse"), "a kernel without a case"
     of_products = {name.split(": ")[-1] for name in PRODUCTS}
     assert of_products == launched(folder / "attention"), "a kernel without bounds"
     # The next row is on its way while this one is summed: a row alone is 48 KiB.

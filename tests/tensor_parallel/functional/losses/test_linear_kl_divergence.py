@@ -23,7 +23,12 @@ from pyops.tensor_parallel import (
     linear_cross_entropy,
     linear_kl_divergence,
 )
-from pyops.tensor_parallel.functional.losses.linear_kl_divergence import DivergenceSums
+from pyops.tensor_parallel.functional.losses.linear_kl_divergence import (
+    DivergenceSums,
+    _chunk_size,
+)
+from pyops.tensor_parallel.functional.losses.vocabulary_part import VocabularyPart
+from pyops.tensor_parallel.functional.ranks import Ranks
 
 pytestmark = pytest.mark.on_device
 
@@ -208,6 +213,21 @@ def test_a_student_that_agrees_learns_nothing(kind: str):
         assert not any(g.any() for g in gradients)
 
 
+def test_logits_of_16_bit_layers_are_in_fp32():
+    """Of a student that nearly agrees: bf16 logits would be off by more than they differ."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(BF16) for n in (12, 200))
+    other = (hidden.float() * (1 + 0.01 * torch.randn(12, 64, generator=generator))).to(BF16)
+    leaves = [t.double().requires_grad_() for t in (hidden, weight)]
+    z, y = functional.linear(*leaves), functional.linear(other.double(), weight.double())
+    (exact,) = torch.autograd.grad(soft_rows(z, y, {"kind": "forward"}).mean(), leaves[:1])
+    given = hidden.requires_grad_()
+    linear_kl_divergence(LinearLogits(given, weight), LinearLogits(other, weight)).backward()
+    assert given.grad is not None
+    error = (given.grad.double() - exact).norm() / exact.norm()
+    assert float(error) < 0.01  # a gradient in bf16 is within 2^-9 of each of its numbers
+
+
 def test_hard_targets_alone_are_the_cross_entropy():
     whole = case(F32)
     found = alone(whole, hard=1.0, chunk_tokens=4)
@@ -282,6 +302,16 @@ def test_no_tensor_is_as_large_as_the_logits():
             config=DivergenceConfig(chunk_tokens=12),
         ).backward()
     assert seen.elements == 12 * 400  # a chunk of logits; those of all tokens would have 96 x 400
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("dtype", "tokens"), [(F32, 82), (BF16, 82), (F64, 41)], ids=str)
+def test_by_default_the_logits_of_a_chunk_fill_16_mib(dtype: torch.dtype, tokens: int):
+    """2,048 tokens in equal chunks; 16-bit layers have logits in fp32."""
+    hidden = torch.empty(1, 1, dtype=dtype).expand(2048, 512)
+    part = VocabularyPart.of(50304, Ranks.of(ALONE), vocab_size=None, first_column=None)
+    assert _chunk_size(hidden, part, None) == tokens
+    assert tokens * 50304 * max(4, dtype.itemsize) <= 16 << 20
 
 
 def bytes_sent(rank: int, group: dist.ProcessGroup) -> list[int]:
