@@ -92,6 +92,7 @@ def replica(
     module = model()
     waits = ConnectConfig(patience=patience, beat_every=0.2)
     client = connect(module, store, worker=worker, shards=shards, config=config, patience=waits)
+    store.set(f"connected/{worker}", "yes")
     for step in range(steps):
         gradient(module, worker, step)
         if seconds:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def test_replicas_that_are_killed_leave_the_others_their_way(moment: int):
         ]
         for process in killed:
             process.start()
+        # One that is killed before it is a member of both shards is no loss to them.
+        shards.store.wait(["connected/1", "connected/2"], timedelta(seconds=60))
         steps = 60
         client = replica(shards.store, 0, 20, shards=2)
         began = time.monotonic()

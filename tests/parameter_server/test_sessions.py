@@ -50,6 +50,7 @@ def test_a_replica_over_sessions_is_that_of_virtual_time_bit_for_bit():
     assert [report.version for report in shards.reports.values()] == [5, 5]
 
 
+@pytest.mark.full  # its cut stands in test_virtual_time.py; here the order is the threads' own
 def test_a_recorded_run_of_threads_is_replayed_in_virtual_time_bit_for_bit(tmp_path: Path):
     config = ShardConfig(record=True)
     with served(adagrad(0.05), config=config, server=ServerConfig(snapshots=tmp_path)) as shards:

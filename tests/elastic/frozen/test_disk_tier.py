@@ -3,6 +3,7 @@ goes on without it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -246,11 +247,9 @@ def _die(rank: int, group: dist.ProcessGroup, folder: str, where: str) -> list[b
         else:
             cache._disk._file = _HalfPut(cache._disk._file)
         cache.put(lost, values_of(lost, 2), depth=2)
-    while (
-        Path(f"/proc/{other}/stat").exists()
-        and " Z " not in Path(f"/proc/{other}/stat").read_text()
-    ):
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # once it has been reaped
+        while " Z " not in Path(f"/proc/{other}/stat").read_text():
+            time.sleep(0.01)
     old[lost] = False
     found, there = cache.get(samples, depth=1)
     results = [torch.equal(cache.depths(samples), torch.where(old, 1, -1)), torch.equal(there, old)]
