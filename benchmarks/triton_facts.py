@@ -110,9 +110,9 @@ BOUNDS = {
     "codes: sums of codes bf16: scale": (40, 10.5),
     "codes: sums of codes fp32: scale": (48, 9.5),
     "codes: one row by int8 bf16: product": (72, 7),
-    "codes: one row by int4 bf16: product": (128, 13),
+    "codes: one row by int4 bf16: product": (128, 17),  # under 3.6; 12 under 3.9
     "fake_quantize: rounded bf16: rounded": (64, 44),
-    "fake_quantize: rounded back bf16: rounded": (104, 52),
+    "fake_quantize: rounded back bf16: rounded": (176, 52),  # under 3.6; 95 under 3.9
     "fake_quantize: rounded fp32: rounded": (72, 43),
     "fake_quantize: rounded back fp32: rounded": (128, 54),
 }
@@ -190,6 +190,16 @@ EXPLAINED = {
     "attention: causal 64 fp32 back: sum_products": Reason({"warps"}, FEW_MORE),
     "attention: causal 128 bf16 back: queries_gradient": Reason(
         {"local"}, "at 128 registers, which two CTAs need, 3.9 spills six words"
+    ),
+    "radix_count: lower bits bf16: count": Reason(
+        {"issue"}, "3.9 makes twice the instructions of it; under both it waits for memory"
+    ),
+    "codes: one row by int4 bf16: product": Reason(
+        {"issue", "percent"}, "not mended: 3.6 takes a third more instructions, and is slower"
+    ),
+    "fake_quantize: rounded back bf16: rounded": Reason(
+        {"warps"},
+        "3.6 takes 168 registers, and at most 96 spills 264 bytes; bytes ahead are enough",
     ),
     "attention: causal 64 fp32 forward: forward": Reason({"local"}, FP32_PRODUCTS),
     "attention: causal 64 fp32 back: keys_gradient": Reason({"local"}, FP32_PRODUCTS),
