@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What the compiler makes of every Triton kernel, under the Triton that is installed and under the one that the oldest supported
 # torch brings: registers, spills and instructions within bounds, and as fast under both as far as that can be read from them
-# (benchmarks/triton_facts.py). Every launch of tests/ops/triton/test_ahead.py compiles under the older one too. Fetches the older Triton once, into build/.
+# (benchmarks/triton_facts.py). Every launch of tests/ops/triton/test_ahead.py compiles under the older one too.
+# Fetches the older Triton once, into build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}

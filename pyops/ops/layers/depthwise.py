@@ -10,8 +10,7 @@ float64), rounded once. Backward reads x and dy once for both gradients; those o
 are sums over fixed groups of rows, added in order: the same bits for any number of threads.
 
 Bytes per element of fp32 at stride 1: forward 8, backward 12. On CUDA both passes are torch's own
-convolution, called with channels last: there is no kernel of this library for it, and the path is
-unverified on GPU.
+convolution, called with channels last and without TF32: there is no kernel of this library for it.
 """
 
 from __future__ import annotations
@@ -166,11 +165,10 @@ def depthwise_conv2d_backward_reference(
     with torch.enable_grad(), _whole_fp32():
         leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
         y = _convolution(leaves[0], leaves[1], None, stride)
-    if x.numel():
-        with _whole_fp32():
+        if x.numel():
             dx, dweight = torch.autograd.grad(y, leaves, dy.to(dtype))
-    else:
-        dx, dweight = (torch.zeros_like(t) for t in leaves)
+        else:
+            dx, dweight = (torch.zeros_like(t) for t in leaves)
     dbias = dy.to(dtype).sum((0, 1, 2))
     return (
         dx.to(x.dtype).contiguous() if input_grad else x.new_empty(0),
