@@ -12,7 +12,7 @@
 #   PARTS=profile
 #
 # What was built is kept in OUT/built. A later call on a fresh machine builds nothing if these files are put back into pyops/ and the
-# sources, torch and the GPU's architecture are still the same.
+# sources, torch and the GPU's architecture are still the same. Any machine with nvcc and the same Python and torch can build them.
 #
 #   OUT      where rows, log and summary go   (benchmarks/results/gpu)
 #   PYTHON   the Python that has torch        (python3)
@@ -163,7 +163,9 @@ part 240 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; ex
 # and on several processes where pytest can. What Triton's interpreter and its compiler can prove without a GPU is left out.
 gpus=$([ "$DEVICE" = cpu ] && echo 0 || "$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 ((gpus > 1)) || say "NCCL is not tested: it takes a GPU for each rank, and $gpus are here"
-pytest=("$PYTHON" -m pytest -p tests.optional_packages -rfE)
+export PYOPS_FAILURES=$OUT/failures.txt  # each as it comes, for a part that is stopped
+: >"$PYOPS_FAILURES"
+pytest=("$PYTHON" -m pytest -p tests.optional_packages -p tests.failures_at_once -rfE)
 triton=(tests/ops/layers tests/ops/test_tracing.py) spread=() fewer=() tests=0
 others=("${triton[@]/#/--ignore=}")
 [ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8) fewer=(-n 6)  # fewer: each has ranks of its own, each with a context of half a GiB

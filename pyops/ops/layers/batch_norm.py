@@ -11,7 +11,7 @@ gradient's sums likewise. Nothing here has a derivative of its own: whoever join
 which ranks they come from (pyops.models.coatnet.batch_norm).
 
 Bytes per element of fp32: moments 4, application 8, sums 8, the input's gradient 12. On CUDA the
-parts are plain torch, unverified on GPU.
+parts are plain torch.
 """
 
 from __future__ import annotations

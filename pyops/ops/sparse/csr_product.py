@@ -6,7 +6,7 @@
 
 Sums are in x's dtype, over the values of a row in their order. It pays where few weights are alive:
 the values are read once for each block of columns of x, and an x of a few MB stays in the caches.
-On CUDA the product is torch's own: unverified on GPU.
+On CUDA the product is torch's own.
 
 Bytes: 8 for each value, and 4 for each number of x and y, of fp32.
 """

@@ -147,3 +147,5 @@ def test_the_ops_themselves_refuse_what_does_not_fit(device: torch.device):
         torch.ops.pyops.batch_norm_sums.default(x[:, :3], x, m)
     with pytest.raises(error, match="sums"):
         torch.ops.pyops.batch_norm_input_grad.default(x, x, m, m, None, m[None], count=1.0)
+    with pytest.raises(ValueError, match="sums must be float64"):  # what CUDA calls
+        ops.batch_norm_input_grad_reference(x, x, m, m, None, m[None], count=1.0)

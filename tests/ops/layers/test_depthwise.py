@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyops.ops.layers import depthwise
 from pyops.ops.layers.depthwise import depthwise_conv2d
 from tests.tolerance import assert_close_to_reference
 
@@ -93,6 +94,29 @@ def test_weights_of_another_dtype(
     for a, e in zip(found, results(plain, tensors, dy, 1, F64), strict=True):
         error = (a.double() - e).abs().max()
         assert error <= 2 * torch.finfo(a.dtype).eps * e.detach().abs().max()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (F32, F32)], ids=str)
+def test_what_cuda_calls_keeps_the_wider_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype], stride: int
+):
+    """torch's own convolution, which knows one dtype: here on the CPU."""
+    x, weight, bias = operands((2, 4, 6, 18), dtypes[0], torch.device("cpu"), dtypes[1])
+    dy = gradient_of_y(x, stride)
+    exact = results(plain, [x, weight, bias], dy, stride, F64)
+    last, wanted = (0, 2, 3, 1), {"input_grad": True, "weight_grad": True}
+    y = depthwise._cuda(x.permute(last), weight, bias, stride=stride, activation=None)
+    dx, *of_weights = depthwise._cuda_backward(
+        dy.permute(last), x.permute(last), weight, stride=stride, **wanted
+    )
+    found = [*(t.permute(0, 3, 1, 2) for t in (y, dx)), *of_weights]
+    assert [t.dtype for t in found] == [dtypes[0], dtypes[0], dtypes[1], dtypes[1]]
+    for a, e in zip(found, exact, strict=True):
+        error = (a.double() - e).abs().max()
+        assert error <= 2 * torch.finfo(a.dtype).eps * e.detach().abs().max()
+        assert a.abs().max() > 0
 
 
 def test_the_result_has_its_channels_last_whatever_x_has(device: torch.device):

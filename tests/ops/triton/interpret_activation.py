@@ -53,6 +53,22 @@ def test_forward_and_backward(op: str):
             assert not x.numel() or not e.numel() or e.abs().max() > 0
 
 
+def test_the_slope_of_gelu_near_its_root_has_the_digits_of_fp16():
+    """Between -0.76 and -0.745 it is a difference of two numbers of 0.22, from which an
+    approximation that serves the value would leave nothing."""
+    z = torch.linspace(-0.76, -0.745, 400, dtype=torch.float64).half()
+    bias = torch.full((1,), 1e-4, dtype=torch.float16).expand(400).contiguous()
+    dy = torch.ones_like(z)[None]
+    found, _ = kernels.bias_activation_backward(
+        dy, z[None], bias, activation="gelu", bias_grad=False
+    )
+    exact = (z.double() + bias.double()).requires_grad_()
+    torch.nn.functional.gelu(exact).sum().backward()
+    error = (found[0].double() - exact.grad).abs()
+    assert (error <= 1e-6 + 2**-11 * exact.grad.abs()).all()
+    assert found.abs().max() > 1e-3
+
+
 def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
     """More tiles than blocks: each block walks several tiles, the last ones past the end."""
     monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 3)

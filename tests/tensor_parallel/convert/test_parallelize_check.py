@@ -364,6 +364,14 @@ def test_what_can_not_be_checked():
     assert "on the meta device" in parallelize(model).checked
 
 
+def test_a_plan_is_tried_on_the_cpu_whatever_the_default_device_is():
+    """Here one whose tensors have no values, so that nothing could be found equal."""
+    model, tokens = tiny("GPT2LMHeadModel"), torch.randint(0, 51, (2, 5))
+    with torch.device("meta"):
+        told = try_plan(model, cut_by(plan_of(model)), 2, blocks=[], given=tokens)
+    assert "2 ranks, equal" in told
+
+
 def test_parameters_without_elements_are_tried_too():
     model = Mixed()
     model.nothing = nn.Parameter(torch.empty(0, 4))
