@@ -72,10 +72,11 @@ def cut(model: nn.Module, *, shards: int) -> list[int]:
     numel = FlatBuffer.layout_of(named_parameters(model)).numel
     starts = chunk_starts(numel, size=shards, multiple=LINE)
     if starts[-2] >= numel:
-        most = -(-numel // LINE)
+        fewer = range(shards - 1, 0, -1)
+        fits = (n for n in fewer if chunk_starts(numel, size=n, multiple=LINE)[-2] < numel)
         raise ValueError(
             f"shards is {shards}, but the model's {numel} numbers are cut at multiples of {LINE}; "
-            f"give at most {most} shards"
+            f"give {next(fits)} shards"
         )
     return starts
 

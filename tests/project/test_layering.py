@@ -40,7 +40,7 @@ LAYERS = [
         "recompute",
         "checkpoint",
     ],
-    ["models", "data"],
+    ["models", "data", "sandblaster"],
     ["hub", "elastic", "distill", "pruning", "quantized"],
     ["adapters", "parallel"],
     ["plan"],

@@ -1,0 +1,149 @@
+"""work: a process that computes portions for the coordinator, until it is told to stop.
+
+task: evaluation, unit -> parameters from all shards, once an evaluation
+                       -> gradient to all shards -> done: the loss
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.failure import CommunicationError
+from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, message
+from pyops.parameter_server.session import Session, Tag
+from pyops.parameter_server.vectors import cut
+from pyops.sandblaster.config import SandblasterConfig
+from pyops.sandblaster.remote import agree, notes, waited
+from pyops.sandblaster.worker import Worker
+
+__all__ = ["work"]
+
+FOREVER = 1e9
+
+
+def work(
+    store: dist.Store,
+    worker: Worker,
+    *,
+    shards: int,
+    config: SandblasterConfig,
+    lease: float = 10.0,
+) -> int:
+    """Compute portions until `stop(store)`. Workers may join at any time.
+
+    Args:
+        store: Where all meet.
+        worker: The model and its loss. It has the parameters that the run arrived at when this
+            returns.
+        shards: How many there are.
+        config: The run's options, the same in all processes.
+        lease: As of `coordinate`: signs of life come eight times as often.
+
+    Returns:
+        How many units it has computed.
+
+    Raises:
+        ValueError: For another model or other options than those of the other processes.
+        CommunicationError: A shard or the store is gone.
+    """
+    place = notes(store)
+    agree(place, worker.model, shards, config)
+    number = int(place.add("workers", 1)) - 1
+    try:
+        with (
+            _beats(notes(store), f"beat/{number}", lease / 8),
+            _links(place, worker, shards) as links,
+        ):
+            return _compute(place, worker, number, links, config)
+    except RuntimeError as error:
+        if isinstance(error, CommunicationError):
+            raise
+        raise CommunicationError(
+            f"worker {number}: a shard or the store is gone ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _compute(
+    store: dist.Store, worker: Worker, number: int, links: _Links, config: SandblasterConfig
+) -> int:
+    computed = have = 0
+    while waited(store, key := f"task/{number}/{computed + 1}", seconds=FOREVER):
+        evaluation, unit = json.loads(store.get(key))
+        store.delete_key(key)
+        if evaluation != have:
+            values, have = links.parameters(), evaluation
+        loss, gradient = worker.compute(values, config.portions_of(unit))
+        links.send(gradient, evaluation=evaluation, unit=unit)
+        computed += 1
+        store.set(f"done/{number}/{computed}", float(loss).hex())
+    worker.buffer.data.copy_(links.parameters())
+    return computed
+
+
+class _Links:
+    """A worker's sessions with all shards."""
+
+    def __init__(self, sessions: list[Session], starts: list[int], like: Tensor) -> None:
+        self._sessions, self._like = sessions, like
+        self._parts = [slice(a, b) for a, b in pairwise(starts)]
+
+    def parameters(self) -> Tensor:
+        """Those of the trial point."""
+        values = torch.empty_like(self._like)
+        for session in self._sessions:
+            session.send(Request(Kind.FETCH, 0, 0).write(message()), Tag.FETCH)
+        for session, part in zip(self._sessions, self._parts, strict=True):
+            answer = message(values[part].numel() * values.element_size())
+            session.receive(answer, Tag.FETCH_REPLY)
+            values[part] = answer[HEADER_BYTES:].view(values.dtype)
+        return values
+
+    def send(self, gradient: Tensor, *, evaluation: int, unit: int) -> None:
+        """Give each shard its part of a unit's gradient; returns when all have it."""
+        for session, part in zip(self._sessions, self._parts, strict=True):
+            whole = message(gradient[part].numel() * gradient.element_size())
+            whole[HEADER_BYTES:].view(gradient.dtype).copy_(gradient[part])
+            request = Request(Kind.PUSH, 0, 0, epoch=evaluation, sequence=unit)
+            session.send(request.write(whole), Tag.PUSH)
+        for session in self._sessions:
+            Reply.of(session.receive(message(), Tag.PUSH_REPLY))
+
+
+@contextlib.contextmanager
+def _links(store: dist.Store, worker: Worker, shards: int) -> Iterator[_Links]:
+    sessions: list[Session] = []
+    try:
+        for shard in range(shards):
+            join = int(store.add(f"{shard}/joins", 1))
+            sessions.append(Session(store, name=f"{shard}/join/{join}", end=1))
+        yield _Links(sessions, cut(worker.model, shards=shards), worker.buffer.data)
+    finally:
+        for session in sessions:
+            session.close()
+
+
+@contextlib.contextmanager
+def _beats(store: dist.Store, key: str, seconds: float) -> Iterator[None]:
+    """Give signs of life meanwhile."""
+    over = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        with contextlib.suppress(dist.DistError):
+            while not over.wait(seconds):
+                count += 1
+                store.set(key, str(count))
+
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
