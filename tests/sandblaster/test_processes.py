@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 
 from pyops.failure import CommunicationError
-from pyops.sandblaster import SandblasterConfig, Worker, coordinate, serve, stop, work
+from pyops.parameter_server.messages import Kind, Request, Verdict
+from pyops.sandblaster import (
+    SandblasterConfig,
+    VectorShard,
+    Worker,
+    coordinate,
+    serve,
+    stop,
+    work,
+)
+from pyops.sandblaster.serving import _Serving
 from tests.grids import full
 from tests.sandblaster.problem import begin, loss_of, network, parameters_of
 from tests.workers import spawn_ranks
@@ -160,3 +170,20 @@ def test_a_run_without_workers_says_so() -> None:
         coordinator.run(1)
     stop(store)
     crew.end()
+
+
+def test_a_shard_adds_a_unit_once_and_of_its_own_evaluation() -> None:
+    held = VectorShard(torch.zeros(3), history_size=2, leaves=2)
+    serving = _Serving(held, 0, SandblasterConfig(portions=2))
+    serving._evaluation = 4
+    gradient = torch.ones(3)
+
+    def push(evaluation: int, unit: int) -> Verdict:
+        request = Request(Kind.PUSH, 0, 0, epoch=evaluation, sequence=unit)
+        return serving._add(request, gradient.clone())
+
+    assert push(4, 1) == Verdict.APPLIED
+    assert push(4, 1) == Verdict.REPEATED
+    assert push(3, 0) == Verdict.TOO_STALE
+    assert push(4, 0) == Verdict.APPLIED
+    assert held.end_evaluation(1.0, ()).total == 6.0

@@ -156,3 +156,13 @@ def test_it_ends_at_a_minimum() -> None:
     assert report.iterations < 500
     assert report.ended == "no component of the gradient is above 0.001"
     assert coordinator.run(5) == report, "nothing follows"
+
+
+def test_without_backup_copies_a_dead_worker_s_units_go_to_others() -> None:
+    expected = begin(SandblasterConfig(portions=11))
+    expected[0].run(2)
+    config = SandblasterConfig(portions=11, backups=False)
+    coordinator, held, evaluate = begin(config, workers=CREWS["one dies"])
+    coordinator.run(2)
+    assert torch.equal(parameters_of(held), parameters_of(expected[1]))
+    assert evaluate.again == 1
