@@ -12,12 +12,14 @@ from __future__ import annotations
 import compileall
 import multiprocessing
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pyops", "benchmarks", "tests")
+REWRITTEN = re.compile(r"/(test_|interpret_|conftest\.)")
 
 __all__ = ["main", "rewritten_files"]
 
@@ -26,7 +28,11 @@ def rewritten_files() -> list[Path]:
     """The files whose assertions pytest rewrites: the tests, and what it imports of Hypothesis."""
     import hypothesis  # noqa: F401 - for its modules
 
-    tests = [path for name in ("test_*.py", "conftest.py") for path in ROOT.glob(f"tests/**/{name}")]
+    tests = [
+        path
+        for name in ("test_*.py", "conftest.py", "interpret_*.py")
+        for path in ROOT.glob(f"tests/**/{name}")
+    ]
     modules = [
         Path(getattr(module, "__file__", None) or "")
         for name, module in sys.modules.items()
@@ -62,7 +68,7 @@ def main() -> int:
     """How many files were rewritten."""
     cores = len(os.sched_getaffinity(0))
     for folder in FOLDERS:
-        compileall.compile_dir(ROOT / folder, quiet=2, workers=cores)
+        compileall.compile_dir(ROOT / folder, rx=REWRITTEN, quiet=2, workers=cores)
     files = rewritten_files()
     with multiprocessing.get_context("fork").Pool(cores) as pool:
         return sum(pool.map(_rewrite, [files[i::cores] for i in range(cores)]))
