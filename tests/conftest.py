@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.default_device import default_device
-from tests.workers import world  # noqa: F401 - a fixture, found by name
+from tests.workers import collect_garbage, world  # noqa: F401 - a fixture, found by name
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -98,6 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[item for item in items if not _is_for_the_device(item)])
     items[:] = [item for item in items if _is_for_the_device(item)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected is never garbage: to look through it would take every
+    gc.collect of a test most of a second."""
+    collect_garbage()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -152,8 +152,11 @@ for _ in range(6):
 
 @pytest.mark.parametrize(
     "end",
-    ["dist.destroy_process_group()", "all_reduce(torch.ones(1 << 20), async_op=True)", OPEN],
-    ids=["destroyed", "pending", "held"],
+    [
+        full("dist.destroy_process_group()", id="destroyed"),
+        pytest.param("all_reduce(torch.ones(1 << 20), async_op=True)", id="pending"),
+        pytest.param(OPEN, id="held"),
+    ],
 )
 def test_a_program_ends_when_it_is_at_its_end(end: str):
     done = subprocess.run(

@@ -206,7 +206,7 @@ def test_losses_do_not_depend_on_the_layout(name, plan, steps, world):
     ("name", "plan"),
     [
         ("gpt2", "tp 2 x pp 2, sequence parallel, recompute"),
-        ("t5", "tp 2 x pp 2, sequence parallel, interleaved"),
+        full("t5", "tp 2 x pp 2, sequence parallel, interleaved"),
     ],
 )
 def test_stages_whose_ranks_share_tokens(name, plan, world):

@@ -312,7 +312,7 @@ def disturbed(rank: int, group: Any, seeds: int) -> None:
 
 
 def test_random_delays_leave_every_step_a_linear_extension(world):
-    world(2).run(disturbed, 40)
+    world(2).run(disturbed, 15)
 
 
 def counted_graphs() -> int:
