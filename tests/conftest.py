@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -104,6 +105,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected is never garbage: to look through it would take every
     gc.collect of a test most of a second."""
     collect_garbage()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries that count what is left over at the end are to find nothing."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

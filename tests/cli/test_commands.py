@@ -275,7 +275,7 @@ TORCHRUN = [
 ]
 
 
-@pytest.mark.full  # test_torchrun_starts_a_killed_rank_again starts one too
+@pytest.mark.full  # ranks that its agent starts: tests/train/faults
 @pytest.mark.slow
 def test_under_torchrun_as_alone(tmp_path):
     """Two ranks started by torchrun, stopped and resumed: the losses of one process, to 1e-5."""
