@@ -37,7 +37,6 @@ def pytest_report_header() -> str:
 # would run alone, while the other workers are done. Longest first.
 LONG = (
     "tests/train/faults/test_faults.py",
-    "tests/ops/triton/test_facts.py",
     "tests/ops/triton/test_interpreter.py",
     "tests/ops/triton/test_ahead.py",
     "tests/cuda/test_kernels.py",
