@@ -32,9 +32,11 @@ train: $(VENV)/.built
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pyops train $(CONFIG)
 
 test: $(VENV)/.built
+	$(BIN)/python -m tests.byte_code
 	$(BIN)/python -m pytest tests $(PARALLEL) --durations 10
 
 test-full: $(VENV)/.built
+	$(BIN)/python -m tests.byte_code
 	$(BIN)/python -m pytest tests -m full $(PARALLEL)
 
 bench: $(VENV)/.built
@@ -60,6 +62,7 @@ race:
 	$(PYTHON) -m tests.cuda.race.check $(RACE)
 
 rehearse: $(VENV)/.built
+	$(BIN)/python -m tests.byte_code
 	PYOPS_PRETEND_CUDA=$$($(BIN)/python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda PYOPS_TEST_DEVICE=cuda \
 		$(BIN)/python -m pytest $(TESTS) $(PARALLEL)
 

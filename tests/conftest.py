@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.default_device import default_device
-from tests.workers import world  # noqa: F401 - a fixture, found by name
+from tests.workers import collect_garbage, world  # noqa: F401 - a fixture, found by name
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -36,7 +37,6 @@ def pytest_report_header() -> str:
 # would run alone, while the other workers are done. Longest first.
 LONG = (
     "tests/train/faults/test_faults.py",
-    "tests/ops/triton/test_facts.py",
     "tests/ops/triton/test_interpreter.py",
     "tests/ops/triton/test_ahead.py",
     "tests/cuda/test_kernels.py",
@@ -98,6 +98,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[item for item in items if not _is_for_the_device(item)])
     items[:] = [item for item in items if _is_for_the_device(item)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected is never garbage: to look through it would take every
+    gc.collect of a test most of a second."""
+    collect_garbage()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries that count what is left over at the end are to find nothing."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

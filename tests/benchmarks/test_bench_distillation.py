@@ -15,6 +15,7 @@ from pyops.train.report.metrics import read_rows
 pytestmark = pytest.mark.cpu_only
 
 
+@pytest.mark.full  # the rows of other benches are checked in the suite, and its step below
 def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     sizes = bench.Sizes(

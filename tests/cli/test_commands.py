@@ -16,7 +16,7 @@ import pytest
 import pyops
 from pyops.cli.commands import main
 from pyops.train.report.metrics import read_rows
-from tests.grids import full
+from tests.workers import fork_server
 
 pytestmark = pytest.mark.cpu_only
 
@@ -215,23 +215,53 @@ def wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.05)
 
 
+ENDLESS = {"num_steps": 100_000, "validate_every": 0, "checkpoint_every": 0}
+
+
+@pytest.mark.full  # below in a process of the fork server, which need not import torch
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, full(signal.SIGTERM)])
-def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
-    command = [
-        sys.executable,
-        "-m",
-        "pyops",
-        *settings(tmp_path, num_steps=100_000, validate_every=0, checkpoint_every=0),
-    ]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_command_leaves_a_checkpoint(tmp_path, number):
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        [sys.executable, "-m", "pyops", *settings(tmp_path, **ENDLESS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     )
     rows = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for_steps(rows, 3, process)
     process.send_signal(number)
     shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, shown
+    check_stopped(tmp_path, shown, process.returncode, number)
+
+
+def _main(arguments: list[str], said: Path) -> None:
+    """The command as a process of its own would run it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(ROOT)
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    raise SystemExit(main(arguments))
+
+
+def test_a_stopped_process_leaves_a_checkpoint(tmp_path):
+    arguments, said = settings(tmp_path, **ENDLESS), tmp_path / "said"
+    process = fork_server().Process(target=_main, args=(arguments, said))
+    process.start()
+    rows = tmp_path / "runs" / "run" / "metrics.jsonl"
+    while len(read_rows(rows)) < 3:
+        assert process.is_alive(), said.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    check_stopped(tmp_path, said.read_text(), process.exitcode, signal.SIGINT)
+
+
+def check_stopped(tmp_path: Path, shown: str, code: int | None, number: signal.Signals) -> None:
+    rows = tmp_path / "runs" / "run" / "metrics.jsonl"
+    assert code == 128 + number, shown
     steps = len(read_rows(rows))
     assert f"stopped by {number.name} after step {steps}; continue with --resume" in shown
     assert [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()] == [
@@ -245,7 +275,7 @@ TORCHRUN = [
 ]
 
 
-@pytest.mark.full  # test_torchrun_starts_a_killed_rank_again starts one too
+@pytest.mark.full  # ranks that its agent starts: tests/train/faults
 @pytest.mark.slow
 def test_under_torchrun_as_alone(tmp_path):
     """Two ranks started by torchrun, stopped and resumed: the losses of one process, to 1e-5."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def _lose_a_rank(
     if rank == VICTIM:
         if how == "dies":
             os._exit(7)
-        time.sleep(GROUP_TIMEOUT + 5)  # longer than the others take to give up
+        others = [f"gave up {other}" for other in range(group.size()) if other != VICTIM]
+        dist.distributed_c10d._get_default_store().wait(others, timedelta(seconds=50))
     start = time.monotonic()
     try:
         found = all_reduce(
@@ -44,6 +46,7 @@ def _lose_a_rank(
             found.wait()
     except CommunicationError as error:
         took = time.monotonic() - start
+        dist.distributed_c10d._get_default_store().set(f"gave up {rank}", "")
         try:
             all_reduce(x, group=group, algorithm=algorithm)
         except CommunicationError as second:
@@ -149,8 +152,11 @@ for _ in range(6):
 
 @pytest.mark.parametrize(
     "end",
-    ["dist.destroy_process_group()", "all_reduce(torch.ones(1 << 20), async_op=True)", OPEN],
-    ids=["destroyed", "pending", "held"],
+    [
+        full("dist.destroy_process_group()", id="destroyed"),
+        pytest.param("all_reduce(torch.ones(1 << 20), async_op=True)", id="pending"),
+        pytest.param(OPEN, id="held"),
+    ],
 )
 def test_a_program_ends_when_it_is_at_its_end(end: str):
     done = subprocess.run(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pyops.comm import CommunicationError, DisagreementError
@@ -167,16 +168,23 @@ def _dies(rank: int, group: Any, how: str) -> str:
     row = ContextRow(ContextRanks.of(group, method="ring"), Order.of("zigzag", length=12, ranks=3))
     x = torch.randn(1, 4, 2, 4, requires_grad=True)
     y = row.attention(x, x, x, mask=AttentionMask(causal=True))
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.set("victim", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     with pytest.raises(CommunicationError) as caught:
         y.sum().backward()
+    if how == "stopped":  # once all others have heard, nobody waits for it
+        store.set(f"heard {rank}", "")
+        if rank == 0:
+            store.wait(["heard 2"])
+            os.kill(int(store.get("victim")), signal.SIGKILL)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_killed_or_stalled_rank_of_the_ring_is_named(how: str) -> None:
-    for outcome in spawn_ranks(3, _dies, how, group_timeout=3.0, timeout=15.0):
+    for outcome in spawn_ranks(3, _dies, how, group_timeout=3.0, timeout=30.0):
         if outcome.rank != 1:
             assert outcome.error is None, outcome.error
             assert "attention over ranks failed because rank 1 died or stalled" in outcome.result

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 from tests.hf.runs import CLIPPED, finished, gpt2, launched, trainer
 
 pytestmark = pytest.mark.cpu_only
@@ -36,7 +37,9 @@ def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     )
 
 
-@pytest.mark.parametrize("accumulated", [1, 2], ids=["each_batch", "two_batches"])
+@pytest.mark.parametrize(
+    "accumulated", [full(1, id="each_batch"), pytest.param(2, id="two_batches")]
+)
 def test_the_trainer_over_zero_is_the_trainer_over_ddp(world, tmp_path, accumulated: int):
     """Clipped, with weight decay and a schedule, in float64: what is left is the order of sums."""
     start = {name: p.detach() for name, p in gpt2().named_parameters()}
@@ -56,8 +59,11 @@ def test_the_trainer_over_zero_is_the_trainer_over_ddp(world, tmp_path, accumula
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"bf16": True}, {"activation_checkpointing": True}],
-    ids=["fp32", "autocast", "recomputed"],
+    [
+        pytest.param({}, id="fp32"),
+        pytest.param({"bf16": True}, id="autocast"),
+        full({"activation_checkpointing": True}, id="recomputed"),
+    ],
 )
 def test_without_clipping_the_bits_are_those_of_ddp(world, tmp_path, how: dict[str, Any]):
     """Of two ranks, whose sum has one order; norms are summed otherwise, and clipping multiplies by

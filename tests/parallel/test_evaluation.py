@@ -13,6 +13,7 @@ from pyops.optim import AdamW
 from pyops.parallel import PairLoss, ParallelPlan, PipelineOptions, Trainer, parallelize
 from pyops.parallel.losses import LabelLoss
 from pyops.zero import ZeroConfig
+from tests.grids import full
 from tests.parallel.tiny_transformers import batch_for, make_model
 
 pytestmark = pytest.mark.cpu_only
@@ -54,9 +55,9 @@ def evaluated(rank: int, group: object, plan: ParallelPlan, sizes: dict[int, lis
     ("plan", "sizes"),
     [
         ("tp", {0: [4, 4, 3]}),
-        ("pp", {0: [4, 4, 3]}),
+        full("pp", {0: [4, 4, 3]}),
         ("pp", {0: [9, 1, 1]}),
-        ("zero 3", {0: [4, 3], 1: [4]}),
+        full("zero 3", {0: [4, 3], 1: [4]}),
         ("zero 3", {0: [2], 1: [2, 2, 2, 2, 1]}),
     ],
 )
@@ -88,7 +89,7 @@ def assert_learns(trainer: Trainer, first: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "split"), [("dp", 7), ("dp", 1), ("zero 3", 0), ("pp", 7), ("pp many", 7)]
+    ("plan", "split"), [full("dp", 7), ("dp", 1), ("zero 3", 0), ("pp", 7), full("pp many", 7)]
 )
 def test_uneven_shares_change_nothing(plan, split, world):
     plans = {

@@ -20,7 +20,7 @@ from tests.parallel.tiny_transformers import batch_for, make_model
 
 pytestmark = pytest.mark.cpu_only
 
-STEPS, ROWS, LR = 8, 8, 3e-3  # 20 steps under `-m full`
+STEPS, ROWS, LR = 5, 8, 3e-3  # 20 steps under `-m full`
 DROPOUT: dict[str, dict[str, Any]] = {
     "llama": {"attention_dropout": 0.2},
     "llama tied": {"attention_dropout": 0.2},
@@ -160,7 +160,6 @@ IN_SUITE = [
     ("bert", "pp 2, interleaved"),
     ("t5", "pp 2, zbv"),
     ("vit", "tp 2"),
-    ("t5", "pp 2 x dp 2, zero 3"),
     ("gpt2", "pp 2 x dp 2, zero 3, gathered once"),
 ]
 CASES = cut(
@@ -207,7 +206,7 @@ def test_losses_do_not_depend_on_the_layout(name, plan, steps, world):
     ("name", "plan"),
     [
         ("gpt2", "tp 2 x pp 2, sequence parallel, recompute"),
-        ("t5", "tp 2 x pp 2, sequence parallel, interleaved"),
+        full("t5", "tp 2 x pp 2, sequence parallel, interleaved"),
     ],
 )
 def test_stages_whose_ranks_share_tokens(name, plan, world):

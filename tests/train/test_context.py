@@ -44,7 +44,7 @@ def _model(config: Config) -> dict[str, torch.Tensor]:
     [
         (2, 0, {"cp": 2}),
         full(4, 3, {"cp": 2, "cp_method": "ring"}),
-        (4, 0, {"cp": 2, "pp": 2, "cp_method": "ulysses"}),
+        full(4, 0, {"cp": 2, "pp": 2, "cp_method": "ulysses"}),
         full(4, 1, {"cp": 2, "tp": 2, "sequence_parallel": True, "cp_method": "ring"}),
         full(4, 2, {"cp": 4, "cp_method": "ring", "cp_order": "striped"}),
         full(4, 3, {"cp": 2, "pp": 2, "cp_order": "contiguous"}),

@@ -18,6 +18,7 @@ from pyops.config.parallel_config import ParallelConfig
 from pyops.train import TextTraining, TrainingLoop, train
 from pyops.train.report.metrics import read_rows
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket
+from tests.grids import full
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -54,7 +55,7 @@ def plain(tmp_path_factory) -> Config:
     ("ranks", "stage", "parallel"),
     [
         (2, 0, {"pp": 2, "schedule": "zb1p"}),
-        (4, 0, {"pp": 2, "tp": 2, "sequence_parallel": True}),
+        full(4, 0, {"pp": 2, "tp": 2, "sequence_parallel": True}),
         (4, 3, {"pp": 2, "dp": 2, "schedule": "interleaved", "v": 2, "recompute": "except_last"}),
     ],
 )
@@ -85,7 +86,7 @@ def test_neither_losses_nor_norms_nor_weights_change(world, plain, ranks, stage,
     assert (config.folder / "sample.txt").read_text() == (plain.folder / "sample.txt").read_text()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [full(False), True])
 def test_two_stages_of_a_rank_with_other_layers_between(world, tmp_path, tied):
     """zbv, where the first and the last stage are one rank's, so that a tied table is complete with
     the later of them; rotary positions."""

@@ -63,7 +63,7 @@ def config_of(
             batch=420,
             seed=1,
             device="cpu",
-            plot="ranks" in name,
+            plot=name == "ranks 2",
             tensorboard=False,
         ),
     )
@@ -123,7 +123,8 @@ def test_any_ranks_give_the_losses_of_one(world, alone, ranks, pp, cache):
     assert layouts[-1] == (1, ranks)
     assert len(column(config, "transition_s")) == EPOCHS - 1
     assert same_states(saved(config), saved(alone), within=1e-5)
-    assert (config.folder / "run.png").stat().st_size > 10_000
+    if config.train.plot:
+        assert (config.folder / "run.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(("ranks", "pp", "method"), [full(4, 2, "ring"), full(4, 1, "ulysses")])
@@ -167,7 +168,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [5, 6, 7]
+    "step", [full(5), 6, 7]
 )  # it is seen in the next: in the middle of an epoch, at its end, behind that
 def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
     config = config_of(tmp_path, cache="on")
@@ -184,7 +185,7 @@ def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
 
 
 @pytest.mark.parametrize(
-    ("step", "freeze"), [(7, "percentile"), (9, "percentile"), (5, "gradient_norm")]
+    ("step", "freeze"), [(7, "percentile"), full(9, "percentile"), (5, "gradient_norm")]
 )
 def test_what_a_policy_has_seen_goes_on(tmp_path, monkeypatch, step, freeze):
     """Norms since the last decision, and those of the decision before."""
@@ -273,13 +274,14 @@ def interval_of(folder: Path, name: str, *, pp: int) -> Config:
     return dataclasses.replace(config, task=TaskConfig(kind="digits"), train=options)
 
 
-def test_micro_batches_are_measured_and_tried_with_dropout(world, tmp_path):
-    for name, options in (("tried", {"trial": True}), ("measured", {"rows_besides": 0.0})):
-        config = config_of(tmp_path, name=name, pp=2, cache="off", **options)
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, num_epochs=1))
-        assert config.vit.dropout > 0
-        outcomes = world(2).run(train_on_rank, config)
-        assert {getattr(outcome, "steps", outcome) for outcome in outcomes} == {STEPS}
+# What is measured as it resumes stands below.
+@pytest.mark.parametrize("options", [{"trial": True}, full({"rows_besides": 0.0})], ids=str)
+def test_micro_batches_are_measured_and_tried_with_dropout(world, tmp_path, options):
+    config = config_of(tmp_path, name="one", pp=2, cache="off", **options)
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, num_epochs=1))
+    assert config.vit.dropout > 0
+    outcomes = world(2).run(train_on_rank, config)
+    assert {getattr(outcome, "steps", outcome) for outcome in outcomes} == {STEPS}
 
 
 def train_and_measure(rank: int, group: object, *args: Any) -> Any:

@@ -117,7 +117,8 @@ ALL = networks.SAMPLES + networks.HELD_OUT
     ("ranks", "ways", "options"),
     [
         (1, 5, {}),
-        (2, 5, {"stages": 2}),
+        (2, 3, {"stages": 2}),
+        full(2, 5, {"stages": 2}),
         full(4, 2, {"stages": 4}),
         (4, 2, {"stages": 4, "replicate": False}),
     ],

@@ -14,6 +14,7 @@ from pyops.elastic.layout.padded_batch import PaddedBatch
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 from tests.elastic.runtime.test_bad_runs import BATCH, BLOCKS, make
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -127,7 +128,7 @@ def test_what_goes_wrong_in_an_evaluation_on_one_rank_is_told_to_all(world):
         assert training
 
 
-NEXT = ("step", "decide", "state_dict", "evaluate", "any_of")
+NEXT = ("step", "decide", "state_dict", "evaluate", "any_of")  # which may come next
 
 
 def failing(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -150,11 +151,11 @@ def called(elastic: Elastic, name: str, shares: Any, rank: int) -> None:
         getattr(elastic, name)()
 
 
-def in_an_optimizer(rank: int, group: Any, folder: str) -> list[Any]:
+def in_an_optimizer(rank: int, group: Any, folder: str, names: tuple[str, ...]) -> list[Any]:
     """What each rank is told next after rank 1's optimizer failed in a step, twice; and losses
     after going back."""
     found: list[Any] = []
-    for number, name in enumerate(NEXT):
+    for number, name in enumerate(names):
         elastic = make(stages=2, policy=Bound(1 / 3))
         saved = f"{folder}/{number}"
         save(saved, elastic.state_dict())
@@ -183,11 +184,13 @@ def in_an_optimizer(rank: int, group: Any, folder: str) -> list[Any]:
     return found
 
 
-def test_what_goes_wrong_in_one_optimizer_is_told_to_all_at_the_next_call(world, tmp_path):
-    found = world(4).run(in_an_optimizer, str(tmp_path))
+# In a pipeline's step, and in a call of all ranks.
+@pytest.mark.parametrize("names", [("step", "decide"), full(NEXT)], ids=str)
+def test_what_goes_wrong_in_one_optimizer_is_told_to_all_at_the_next_call(world, tmp_path, names):
+    found = world(4).run(in_an_optimizer, str(tmp_path), names)
     for told in found:
-        assert told[0::3] == told[1::3] == ["no such root"] * len(NEXT)
-        assert told[2::3] == [found[0][2]] * len(NEXT)
+        assert told[0::3] == told[1::3] == ["no such root"] * len(names)
+        assert told[2::3] == [found[0][2]] * len(names)
         assert len(told[2]) == 4
 
 
@@ -224,7 +227,7 @@ def with_idle_ranks(rank: int, group: Any, stages: int, then: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, full(2)])
 def test_idle_ranks_hear_of_what_went_wrong_in_an_optimizer(world, stages):
     assert world(4).run(with_idle_ranks, stages, "decide") == ["no such root"] * 4
 

@@ -15,6 +15,7 @@ from pyops.models import GPTConfig
 from pyops.train.setup.recipe import make_named_optimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -59,12 +60,17 @@ def losses_of(
     return found
 
 
-def test_every_local_optimizer(world):
+# States of elements, of whole tensors, and of rows and columns.
+IN_SUITE = ["adamw", "lamb", "adafactor"]
+
+
+@pytest.mark.parametrize("names", [IN_SUITE, full(LOCAL)], ids=["three", "all"])
+def test_every_local_optimizer(world, names):
     assert len(LOCAL) == 8
     torch.set_num_threads(1)
-    runs = world(2).run(losses_of, LOCAL)
+    runs = world(2).run(losses_of, names)
     seen = set()
-    for name in LOCAL:
+    for name in names:
         whole, *_ = networks.plain(
             BLOCKS, epochs=EPOCHS, batch=8, policy=Bound(1 / 2), make=make(name)
         )
@@ -79,7 +85,7 @@ def test_every_local_optimizer(world):
                 atol=2e-6,
                 msg=lambda m, n=name: f"{n}: {m}",
             )
-    assert len(seen) == len(LOCAL), "each has its own way"
+    assert len(seen) == len(names), "each has its own way"
 
 
 Named = list[tuple[str, torch.nn.Parameter]]

@@ -161,7 +161,6 @@ def fake_quantizations() -> Iterator[tuple[str, Callable[[], object]]]:
 def attentions() -> Iterator[tuple[str, Callable[[], object]]]:
     """All that hides but a layout, all that is added, and dropout."""
     yield from attention_of(BF16, hides=True, num_keys=12)
-    yield from attention_of(F64, hides=True, num_keys=12)
 
 
 def more_attentions() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -169,6 +168,7 @@ def more_attentions() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from attention_of(F16, hides=False, soft_cap=0.0)
     yield from attention_of(F32, hides=False, lists=True, soft_cap=0.0)
     yield from attention_of(F64, hides=True)
+    yield from attention_of(F64, hides=True, num_keys=12)
 
 
 def attention_of(

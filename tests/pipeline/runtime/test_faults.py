@@ -9,10 +9,13 @@ import signal
 import threading
 import time
 import weakref
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pyops.mesh import ALONE
@@ -75,8 +78,10 @@ def right(pipeline: Pipeline, rows: int = 10) -> bool:
     )
 
 
-def stall() -> None:
-    time.sleep(10)
+def stall(rank: int, ranks: int) -> None:
+    """Until all others have been told."""
+    others = [f"told {other}" for other in range(ranks) if other != rank]
+    dist.distributed_c10d._get_default_store().wait(others, timedelta(seconds=40))
     os._exit(7)
 
 
@@ -86,10 +91,13 @@ def dies(rank: int, group: Any, victim: int, stalls: bool, rows: int) -> tuple[s
     data = torch.randn(rows, 8), torch.randn(rows, 8)
     pipeline.step(*data)
     if rank == victim:
-        does(pipeline, stall if stalls else lambda: os.kill(os.getpid(), signal.SIGKILL), 3)
+        killed = partial(os.kill, os.getpid(), signal.SIGKILL)
+        does(pipeline, partial(stall, rank, group.size()) if stalls else killed, 3)
     begin = time.monotonic()
     first = said(lambda: pipeline.step(*data))
-    return first, said(lambda: pipeline.step(*data)), time.monotonic() - begin
+    second = said(lambda: pipeline.step(*data))
+    dist.distributed_c10d._get_default_store().set(f"told {rank}", "")
+    return first, second, time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
@@ -304,7 +312,7 @@ def disturbed(rank: int, group: Any, seeds: int) -> None:
 
 
 def test_random_delays_leave_every_step_a_linear_extension(world):
-    world(2).run(disturbed, 40)
+    world(2).run(disturbed, 15)
 
 
 def counted_graphs() -> int:

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pyops.checkpoint import writing
+from pyops import failure
+from pyops.checkpoint import background, writing
 from pyops.config import Config, load_config
 from pyops.train import TextTraining, train
 from pyops.zero.hooks.unshard_hooks import UnshardHooks
@@ -53,6 +54,8 @@ def train_and_die(rank: int, group: object, config: Config, where: str, step: in
     TextTraining.train_step = train_step  # type: ignore[method-assign]
     UnshardHooks._start = start  # type: ignore[method-assign]
     writing.write_tensors = write
+    # Seconds for the notes of the only other rank, which was killed and leaves none.
+    background.GRACE, failure.PATIENCE = 2.0, 1.0
     return train(config, resume=True)
 
 

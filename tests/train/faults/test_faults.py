@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from pyops import failure
 from pyops.checkpoint import Checkpoints, load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config
@@ -24,7 +28,7 @@ from pyops.train import train
 from tests.grids import full
 from tests.train.faults.killed_run import train_and_die
 from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
-from tests.workers import spawn_ranks
+from tests.workers import fork_server, spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
 
@@ -72,6 +76,41 @@ def check_resumed(broken: Config, straight: Config) -> None:
     assert not list((broken.folder / "checkpoints").glob("*.tmp"))
 
 
+def _resumed_from(told: str) -> None:
+    resumed = re.findall(r"resumed from \S*step-(\d+)", told)
+    assert len(resumed) == 1, told
+    assert int(resumed[0]) in (5, 10), (
+        "10 may not have been whole yet, it is written in the background"
+    )
+
+
+def _restarted(config: Config, where: str, step: int) -> None:
+    """A rank of torchrun's agent, with the variables that it sets."""
+    torch.set_num_threads(1)
+    train_and_die(int(os.environ["RANK"]), None, config, where, step)
+
+
+def test_torchruns_agent_starts_a_killed_rank_again(tmp_path, reference):
+    """In this process, with ranks of the fork server, which need not import torch."""
+    broken, straight = broken_and_straight(tmp_path, 2, reference)
+    fork_server()
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=Std.ALL),
+    )
+    elastic_launch(launch, _restarted)(broken, "step", 12)
+    _resumed_from("".join(path.read_text() for path in tmp_path.glob("logs/**/*.log")))
+    check_resumed(broken, straight)
+
+
+@pytest.mark.full  # its agent is above, without a process of its own
 def test_torchrun_starts_a_killed_rank_again(tmp_path, reference):
     broken, straight = broken_and_straight(tmp_path, 2, reference)
     (tmp_path / "run.toml").write_text(as_toml(broken))
@@ -87,11 +126,7 @@ def test_torchrun_starts_a_killed_rank_again(tmp_path, reference):
     )
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
-    resumed = re.findall(r"resumed from \S*step-(\d+)", told)
-    assert len(resumed) == 1, told
-    assert int(resumed[0]) in (5, 10), (
-        "10 may not have been whole yet, it is written in the background"
-    )
+    _resumed_from(told)
     check_resumed(broken, straight)
 
 
@@ -110,6 +145,7 @@ def test_a_killed_rank(world, tmp_path, reference, where):
 
 
 def _killed_before_losses_are_summed(rank: int, group: Any, config: Config) -> str:
+    failure.PATIENCE = 1.0  # seconds for the note of the only other rank, which is dead
     inner, calls = trainer.sum_over_copies, itertools.count()
 
     def dying(total: float, mesh: Mesh, **options: Any) -> float:

@@ -90,7 +90,8 @@ def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
         (2, 3, "AdamW", None, True),
         full(2, 3, "torch.AdamW", "disk", True),
         full(2, 2, "torch.AdamW", "cpu", True),
-        (1, 2, "AdamW", "disk", True),
+        (1, 2, "AdamW", "cpu", True),
+        full(1, 2, "AdamW", "disk", True),
         full(1, 1, "torch.AdamW", "disk", True),
     ],
 )
