@@ -16,6 +16,8 @@ BIN    := $(VENV)/bin
 # packages and most of transformers' models, nearly half of all, of which Python makes what is imported.
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 BYTE_CODE = $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/(pip|networkx|torch/testing|torch/onnx)/' $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') >/dev/null 2>&1 || true
+# Hundreds of processes of the tests import the same modules: their byte code is kept, whatever the caller's shell says.
+export PYTHONDONTWRITEBYTECODE :=
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
