@@ -50,6 +50,7 @@ _ROOMS = frozenset(
         "checkpoint",
         "models",
         "data",
+        "token_data",
         "hub",
         "distill",
         "pruning",

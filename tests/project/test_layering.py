@@ -41,7 +41,7 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data"],
-    ["hub", "elastic", "distill", "pruning", "quantized"],
+    ["hub", "elastic", "distill", "pruning", "quantized", "token_data"],
     ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "compress", "cli", "__main__"],
@@ -187,6 +187,11 @@ FLOORS = {
         ["saving", "training"],
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
+    "token_data": [
+        ["mixture", "permutation", "prefetching", "shard_index", "tokens"],
+        ["formats", "rows", "shard_writing", "user_batches"],
+        ["batches"],
+    ],
     "train": [
         ["host", "report", "setup", "tasks"],
         ["initial_weights", "loop"],
