@@ -178,8 +178,8 @@ class TokenBatches:
 def held_out_rows(
     sources: Sequence[TokenSource], *, num_rows: int, rank: int = 0, num_ranks: int = 1
 ) -> dict[str, Tensor]:
-    """This rank's share of at most `num_rows` rows that are held out, of each source in turn, spread
-    evenly over its own.
+    """This rank's share of at most `num_rows` rows that are held out, as many of each source,
+    spread evenly over its own.
 
     Args:
         sources: The data sets.

@@ -5,8 +5,8 @@
                 right += F2(left)      mod b       ... 8 rounds
     number   <- left * b + right       again from there while it is n or more (cycle walking)
 
-Each round can be undone, so all rounds together are a permutation of 0 ... a * b - 1, and walking on
-from what lies outside makes one of 0 ... n - 1 (Black and Rogaway, Ciphers with Arbitrary Finite
+Each round can be undone, so all rounds together are a permutation of 0 ... a * b - 1, and walking
+on from what lies outside makes one of 0 ... n - 1 (Black and Rogaway, Ciphers with Arbitrary Finite
 Domains, 2002). With a = ceil(sqrt(n)) fewer than a numbers lie outside, so hardly any walk is
 needed. An order takes the same few bytes for 10 and for 10^12 numbers, and any position of it is
 found without those before it.

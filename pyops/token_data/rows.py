@@ -114,7 +114,8 @@ def packed_rows(
         group: The ranks that open it; None: all.
 
     Raises:
-        CorpusError: On every rank alike: the documents are not known, or the cache can't be written.
+        CorpusError: On every rank alike: the documents are not known, or the cache can't be
+            written.
     """
     key = json.dumps([tokens.digest, sequence_length, WINDOW])
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

@@ -9,6 +9,7 @@ that has one is complete.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -91,6 +92,7 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self.consumed = 0
         self._file: BinaryIO | None = None
+        self._closed: ShardIndex | None = None
         try:
             self._begin()
         except OSError as error:
@@ -241,7 +243,7 @@ class ShardWriter:
         )
 
     def close(self) -> ShardIndex:
-        """Finish the last shard and write the index.
+        """Finish the last shard and write the index; again, this changes nothing.
 
         Returns:
             The index.
@@ -249,6 +251,8 @@ class ShardWriter:
         Raises:
             CorpusError: There was no token, or the disk is full.
         """
+        if self._closed is not None:
+            return self._closed
         try:
             if self._file is not None:
                 self._close_shard(self.consumed)
@@ -261,16 +265,15 @@ class ShardWriter:
             (self.folder / PROGRESS).unlink()
         except OSError as error:
             raise self._refused(error) from error
+        self._closed = index
         return index
 
     def abandon(self) -> None:
         """Leave the shard that is not whole; the others stay for a writer that goes on."""
         file, self._file = self._file, None
         if file is not None:
-            try:
+            with contextlib.suppress(OSError):  # what was buffered is lost with the rest
                 file.close()
-            except OSError:  # the disk is full: what was buffered is lost with the rest
-                pass
             (self.folder / f"{self._name}.bin.tmp").unlink(missing_ok=True)
 
     def _refused(self, error: OSError) -> CorpusError:

@@ -188,9 +188,9 @@ FLOORS = {
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "token_data": [
-        ["mixture", "permutation", "prefetching", "shard_index", "tokens"],
+        ["mixture", "permutation", "prefetching", "shard_index", "sources", "tokens"],
         ["formats", "rows", "shard_writing", "user_batches"],
-        ["batches"],
+        ["batches", "preparing"],
     ],
     "train": [
         ["host", "report", "setup", "tasks"],

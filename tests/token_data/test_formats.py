@@ -70,7 +70,7 @@ def test_megatron_that_is_damaged(tmp_path):
     with pytest.raises(CorpusError, match=r"m\.bin is truncated: it has 18 bytes.*have 20"):
         open_tokens(path)
     shards.unlink()
-    with pytest.raises(CorpusError, match="m.bin is not; copy both"):
+    with pytest.raises(CorpusError, match=r"m\.bin is not; copy both"):
         open_tokens(path)
 
 

@@ -48,7 +48,7 @@ def test_the_end_of_a_document_is_written_behind_each(tmp_path):
     assert ShardIndex.load(folder).end_of_document == 5
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=20),
     st.integers(1, 30),
