@@ -58,6 +58,11 @@ class Config(RunSections):
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "
                 'GPT without [elastic]; set data.packing to "none"'
             )
+        if self.data.kind != "text" and (self.model_folder.given or self.over_samples):
+            raise ValueError(
+                f"data.kind is {self.data.kind!r}, which a run over text takes that trains a GPT "
+                'without [elastic]; set data.kind to "text"'
+            )
         if self.model_folder.given:
             self.zero.validate("zero.")
             check_folder(self)
@@ -67,7 +72,7 @@ class Config(RunSections):
                 f"adapter.rank is {self.adapter.rank}, but a run without model.folder trains all "
                 "parameters of its model; set it to 0, or name a folder"
             )
-        if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+        if self.data.reads_bytes and self.model.vocab_size < 256:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' "
                 "has 256 tokens: set 256"

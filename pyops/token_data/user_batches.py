@@ -120,6 +120,8 @@ class UserBatches:
 class RankStates:
     """A stream whose states differ between ranks: its state is that of all of them.
 
+    Its methods for the state communicate: it goes around `Prefetched`, not into it.
+
     Args:
         batches: Of this rank.
         rank: Of this process among all.
