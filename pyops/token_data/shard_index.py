@@ -26,7 +26,7 @@ from pyops.data import CorpusError
 
 __all__ = ["INDEX", "TOKENIZER", "Shard", "ShardIndex", "token_dtype", "tokenizer_digest"]
 
-FORMAT, VERSION = "pyops.tokens", 1
+FORMAT, VERSION = "pyops token shards", 1
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 DTYPES = ("uint8", "uint16", "uint32")
 REBUILD = "copy it again, or write the folder anew with pyops data"

@@ -187,11 +187,6 @@ FLOORS = {
         ["saving", "training"],
     ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
-    "token_data": [
-        ["mixture", "permutation", "prefetching", "shard_index", "sources", "tokens"],
-        ["formats", "rows", "shard_writing", "user_batches"],
-        ["batches", "preparing"],
-    ],
     "train": [
         ["host", "report", "setup", "tasks"],
         ["initial_weights", "loop"],
