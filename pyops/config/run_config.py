@@ -58,10 +58,11 @@ class Config(RunSections):
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "
                 'GPT without [elastic]; set data.packing to "none"'
             )
-        if self.data.kind != "text" and (self.model_folder.given or self.over_samples):
+        kinds = ("text", "tokens") if self.model_folder.given else ("text", "tokens", "python")
+        if self.data.kind not in (("text",) if self.over_samples else kinds):
             raise ValueError(
-                f"data.kind is {self.data.kind!r}, which a run over text takes that trains a GPT "
-                'without [elastic]; set data.kind to "text"'
+                f"data.kind is {self.data.kind!r}; a run over text takes it that trains a GPT "
+                'without [elastic], and "tokens" one that trains a folder; set it to "text"'
             )
         if self.model_folder.given:
             self.zero.validate("zero.")

@@ -12,7 +12,7 @@ batches = TokenBatches([TokenSource(rows, digest=tokens.digest)], global_batch=3
 batch = Prefetched(batches).next()                    # {"tokens_BT": int64 [32, 1024], ...}
 """
 
-from pyops.token_data.batches import TokenBatches, TokenSource, held_out_rows
+from pyops.token_data.batches import TokenBatches, TokenSource, held_out_places, held_out_rows
 from pyops.token_data.formats import open_tokens
 from pyops.token_data.mixture import Mixture
 from pyops.token_data.permutation import Permutation
@@ -48,6 +48,7 @@ __all__ = [
     "UserBatches",
     "chunks_of",
     "find_sources",
+    "held_out_places",
     "held_out_rows",
     "open_tokens",
     "packed_rows",

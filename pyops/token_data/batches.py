@@ -25,7 +25,7 @@ from pyops.token_data.mixture import Mixture
 from pyops.token_data.permutation import Permutation
 from pyops.token_data.rows import Rows
 
-__all__ = ["TokenBatches", "TokenSource", "held_out_rows"]
+__all__ = ["TokenBatches", "TokenSource", "held_out_places", "held_out_rows"]
 
 
 class TokenSource:
@@ -175,11 +175,28 @@ class TokenBatches:
         self.position = int(state["position"])
 
 
+def held_out_places(sources: Sequence[TokenSource], *, num_rows: int) -> list[tuple[int, int]]:
+    """At most `num_rows` rows that are held out, as many of each source, spread over its own.
+
+    Args:
+        sources: The data sets.
+        num_rows: At most so many.
+
+    Returns:
+        The number of the source and of its row, of each.
+    """
+    chosen: list[tuple[int, int]] = []
+    for i, source in enumerate(sources):
+        held = len(source.rows) - source.num_rows
+        count = min(held, num_rows // len(sources) + (i < num_rows % len(sources)))
+        chosen += [(i, source.num_rows + j * held // count) for j in range(count)]
+    return chosen
+
+
 def held_out_rows(
     sources: Sequence[TokenSource], *, num_rows: int, rank: int = 0, num_ranks: int = 1
 ) -> dict[str, Tensor]:
-    """This rank's share of at most `num_rows` rows that are held out, as many of each source,
-    spread evenly over its own.
+    """This rank's share of the rows of `held_out_places`.
 
     Args:
         sources: The data sets.
@@ -190,12 +207,7 @@ def held_out_rows(
     Returns:
         As the sources' `batch` has them; on some ranks there may be none.
     """
-    chosen: list[tuple[int, int]] = []
-    for i, source in enumerate(sources):
-        held = len(source.rows) - source.num_rows
-        count = min(held, num_rows // len(sources) + (i < num_rows % len(sources)))
-        chosen += [(i, source.num_rows + j * held // count) for j in range(count)]
-    own = chosen[rank::num_ranks]
+    own = held_out_places(sources, num_rows=num_rows)[rank::num_ranks]
     parts = [
         source.rows.batch([row for of, row in own if of == i]) for i, source in enumerate(sources)
     ]

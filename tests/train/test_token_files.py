@@ -16,9 +16,19 @@ from pyops.config import Config, ConfigError, load_config
 from pyops.config.task_config import TaskConfig
 from pyops.data import CorpusError, DataConfig
 from pyops.models import GPT
-from pyops.token_data import SequenceRows, ShardWriter, TokenBatches, TokenKind, TokenSource
+from pyops.token_data import (
+    PrepareOptions,
+    SequenceRows,
+    ShardWriter,
+    TokenBatches,
+    TokenKind,
+    TokenSource,
+    prepare_tokens,
+)
 from pyops.token_data import open_tokens as opened
 from pyops.train import train
+from tests.parallel.tiny_folder import make_tokenizer
+from tests.train.pretrained.test_folder_training import make_config
 from tests.train.tiny_run import config_of, losses, same, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -191,8 +201,42 @@ def test_values_that_do_not_go_together(values, message):
 
 def test_tokens_are_for_a_gpt(tmp_path):
     config = tokens_run(tmp_path, "run")
-    with pytest.raises(ValueError, match=r"data\.kind is 'tokens', which a run over text takes"):
+    with pytest.raises(ValueError, match=r"data\.kind is 'tokens'; a run over text takes it"):
         dataclasses.replace(config, task=TaskConfig(kind="passages"))
+
+
+def test_a_folder_is_trained_on_tokens_of_its_own_tokenizer_alone(tmp_path):
+    config = make_config(tmp_path, "folder")
+    folder = Path(config.model_folder.folder)
+    options = PrepareOptions(str(folder), workers=1)
+    prepare_tokens([str(tmp_path / "t.txt")], tmp_path / "own", options)
+
+    def run(name: str, num_steps: int, path: str) -> Config:
+        steps = dataclasses.replace(config.train, num_steps=num_steps)
+        data = DataConfig(kind="tokens", paths=(str(tmp_path / path),))
+        return dataclasses.replace(config, name=name, train=steps, data=data)
+
+    train(run("whole", STEPS, "own"))
+    train(run("half", 2, "own"))
+    train(run("half", STEPS, "own"), resume=True)
+    half, whole = run("half", STEPS, "own"), run("whole", STEPS, "own")
+    assert losses(half) == losses(whole)
+    assert (half.folder / "model" / "config.json").exists()
+    make_tokenizer(tmp_path / "longer", more=1)
+    prepare_tokens(
+        [str(tmp_path / "t.txt")],
+        tmp_path / "x",
+        PrepareOptions(str(tmp_path / "longer"), workers=1),
+    )
+    with pytest.raises(
+        CorpusError, match=r"vocabulary of 51.*or write the tokens with the model's"
+    ):
+        train(run("x", 1, "x"))
+    write(tmp_path / "y", seed=0, vocab_size=40, tokenizer='{"model": 1}')
+    with pytest.raises(
+        CorpusError, match=r"y has tokens of another tokenizer \(\w+\) than .*llama"
+    ):
+        train(run("y", 1, "y"))
 
 
 def test_weights_are_read_from_a_file(tmp_path):

@@ -39,7 +39,7 @@ from pyops.token_data import (
 )
 from pyops.train.setup.text_data import RunText
 
-__all__ = ["PythonData", "TokenData"]
+__all__ = ["PythonData", "TokenData", "open_paths"]
 
 
 class CountedTokens:
@@ -86,7 +86,7 @@ class TokenData(RunText):
             CorpusError: They can't be used, on every rank alike.
         """
         data, options, length = config.data, config.train, config.model.sequence_length
-        opened = on_all_ranks(partial(_opened, data.paths, config.model.vocab_size))
+        opened = on_all_ranks(partial(open_paths, data.paths, config.model.vocab_size))
         check_same({f"data.paths {each.path}": each.digest for each in opened}, who="[data]")
         rows: Sequence[Rows]
         if data.packing == "documents":
@@ -115,8 +115,16 @@ class TokenData(RunText):
         self.described = f"{total:,} tokens of {', '.join(data.paths)}"
 
 
-def _opened(paths: Sequence[str], vocab_size: int) -> list[Tokens]:
-    """The files, whose tokens are of one tokenizer and have embeddings in the model."""
+def open_paths(paths: Sequence[str], vocab_size: int) -> list[Tokens]:
+    """The files, whose tokens are of one tokenizer and have embeddings in the model.
+
+    Args:
+        paths: As of data.paths.
+        vocab_size: Of the model.
+
+    Raises:
+        CorpusError: They are not.
+    """
     found = [open_tokens(path) for path in paths]
     known = [each for each in found if each.tokenizer]
     for each in known[1:]:
@@ -130,7 +138,8 @@ def _opened(paths: Sequence[str], vocab_size: int) -> list[Tokens]:
         if each.vocab_size > vocab_size:
             raise CorpusError(
                 f"{each.path} has tokens of a vocabulary of {each.vocab_size}, but "
-                f"model.vocab_size is {vocab_size}; set it to {each.vocab_size} or more"
+                f"model.vocab_size is {vocab_size}; set it to {each.vocab_size} or more, or write "
+                "the tokens with the model's tokenizer"
             )
         # Formats without a vocabulary are compared with the model's, row by row.
         each.vocab_size = each.vocab_size or vocab_size
