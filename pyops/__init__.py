@@ -51,6 +51,7 @@ _ROOMS = frozenset(
         "checkpoint",
         "models",
         "data",
+        "token_data",
         "hub",
         "distill",
         "pruning",

@@ -8,14 +8,26 @@ import inspect
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 import pyops
-from pyops import checkpoint, comm, data, elastic, hub, onebit, pruning, quantized, tensor_parallel
+from pyops import (
+    checkpoint,
+    comm,
+    data,
+    elastic,
+    hub,
+    onebit,
+    pruning,
+    quantized,
+    tensor_parallel,
+    token_data,
+)
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
 from pyops.context_parallel import token_mean
@@ -106,6 +118,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "comm.agreement.on_first_rank": lambda: on_first_rank(pytest.fail),
     "comm.agreement.ranks_agree": lambda: ranks_agree().__enter__(),
     "data.prepare": lambda: data.prepare(DataConfig()),
+    "token_data.packed_rows": lambda: token_data.packed_rows(
+        cast(Any, SimpleNamespace(digest="d")), sequence_length=4, cache="nowhere"
+    ),
     "data.prepare_passages": lambda: data.prepare_passages(
         DataConfig(path="stdlib"), vocab_size=300, length=8
     ),

@@ -1,6 +1,8 @@
-"""The command `pyops`: train, generate, eval, compress, plan, convert, simulate, bench, env.
+"""The command `pyops`: train, data, generate, eval, compress, plan, convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
+    pyops data SOURCE... --tokenizer FILE --out FOLDER [--workers N] [--key KEY]
+                                                     texts become token shards, in parallel
     pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
     pyops eval FOLDER --data FILE [--sequence-length N] [--tp N] [--pp N]
     pyops compress CONFIG.toml [--set section.key=value]...
@@ -35,6 +37,7 @@ from pathlib import Path
 
 import pyops
 from pyops.cli.compressing import add_compress, compressed
+from pyops.cli.data_command import add_data, tokens_made
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.planning import add_plan, plan
@@ -77,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dest="lr_range",
         help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)",
     )
+    add_data(commands.add_parser("data", help="texts become token shards to train on"))
     add_generate(
         commands.add_parser("generate", help="a text, continued by a Hugging Face folder's model")
     )
@@ -173,7 +177,13 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
-USES = {"generate": answer, "eval": score, "compress": compressed, "plan": plan}
+USES = {
+    "data": tokens_made,
+    "generate": answer,
+    "eval": score,
+    "compress": compressed,
+    "plan": plan,
+}
 
 
 def _print(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:

@@ -187,6 +187,7 @@ EXPECTED = {
 LISTS = {
     str: 'texts, such as [".py", ".md"]',
     int: "whole numbers, such as [2, 3]",
+    float: "numbers, such as [0.7, 0.3]",
 }
 
 
@@ -206,9 +207,10 @@ def _convert(value: Any, hint: Any, *, key: str) -> Any:
         of = typing.get_args(hint)[0]
         if typing.get_origin(of) is tuple:
             return _pairs(value, key)
-        if not isinstance(value, list) or not all(type(item) is of for item in value):
+        taken = (int, float) if of is float else (of,)
+        if not isinstance(value, list) or not all(type(item) in taken for item in value):
             raise ConfigError(f"{key} is {value!r}; it must be a list of {LISTS[of]}")
-        return tuple(value)
+        return tuple(map(of, value))
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(
             f"{key} is {str(value)[:40]}; TOML has whole numbers of 64 bits, up to {2**63 - 1}"

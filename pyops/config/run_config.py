@@ -58,6 +58,12 @@ class Config(RunSections):
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "
                 'GPT without [elastic]; set data.packing to "none"'
             )
+        kinds = ("text", "tokens") if self.model_folder.given else ("text", "tokens", "python")
+        if self.data.kind not in (("text",) if self.over_samples else kinds):
+            raise ValueError(
+                f"data.kind is {self.data.kind!r}; a run over text takes it that trains a GPT "
+                'without [elastic], and "tokens" one that trains a folder; set it to "text"'
+            )
         if self.model_folder.given:
             self.zero.validate("zero.")
             check_folder(self)
@@ -67,7 +73,7 @@ class Config(RunSections):
                 f"adapter.rank is {self.adapter.rank}, but a run without model.folder trains all "
                 "parameters of its model; set it to 0, or name a folder"
             )
-        if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+        if self.data.reads_bytes and self.model.vocab_size < 256:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' "
                 "has 256 tokens: set 256"

@@ -39,6 +39,7 @@ STANDARD_LIBRARY_EXCLUDES = (
 )
 LONG_ROWS = ("refuse", "truncate")
 PACKINGS = ("none", "documents")
+KINDS = ("text", "tokens", "python")
 SEPARATOR = b"\n"
 PIECE_BYTES = 1 << 20
 
@@ -62,6 +63,13 @@ class DataConfig:
         cache: The folder for token files; they are named by a digest of the text.
         packing: How rows are cut: "none", one behind the other from the whole text; "documents",
             each row has whole documents and says where they begin (`PackedBatches`).
+        kind: "text", of path; "tokens", files of tokens in paths, as pyops data, Megatron-LM or
+            datatrove write them; "python", batches of the function that path names, as
+            "my_data.py:make" or "my_package.data:make".
+        paths: Of tokens: folders or files, which are mixed.
+        weights: Of paths, one for each: the parts of the mixture, against each other; none: by
+            their rows.
+        prefetch: Of kinds other than "text": batches that a thread makes ahead.
     """
 
     path: str = STANDARD_LIBRARY
@@ -72,6 +80,10 @@ class DataConfig:
     cache: str = "runs/data"
     long_rows: str = "refuse"
     packing: str = "none"
+    kind: str = "text"
+    paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -92,6 +104,38 @@ class DataConfig:
             raise ValueError(
                 f"validation_fraction is {self.validation_fraction}; give a part between "
                 "0 and 1, such as 0.1"
+            )
+        self._check_kind()
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether each byte of a text is a token."""
+        return self.kind == "text" and self.tokenizer == "bytes"
+
+    def _check_kind(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch is {self.prefetch}; give a number of batches, or 0")
+        if (self.kind == "tokens") != bool(self.paths):
+            raise ValueError(
+                f"paths is {list(self.paths)}, and kind is {self.kind!r}; name files of tokens "
+                'there for the kind "tokens", and only for it'
+            )
+        if self.weights and len(self.weights) != len(self.paths):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers, and paths has {len(self.paths)} names; "
+                "give one for each, or none"
+            )
+        for weight in self.weights:
+            if not 0 < weight < float("inf"):
+                raise ValueError(
+                    f"weights has {weight}; give numbers above 0, or leave that path out"
+                )
+        if self.kind == "python" and (":" not in self.path or self.packing != "none"):
+            raise ValueError(
+                f"path is {self.path!r} and packing {self.packing!r}, and kind is 'python'; name a "
+                'function as "my_data.py:make", and set packing to "none"'
             )
 
 

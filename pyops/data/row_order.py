@@ -82,9 +82,14 @@ class RowOrder:
             fixes: {entry that must be the same in both: what makes it so}.
 
         Raises:
-            CorpusError: An entry differs.
+            CorpusError: An entry differs, or is not there.
         """
         for key, fix in fixes.items():
+            if key not in state:
+                raise CorpusError(
+                    f"the data was of another data.kind, whose cursor has no {key}: it can't "
+                    "continue where it was; set [data] as it was, or give this run another name"
+                )
             if state[key] != own[key]:
                 raise CorpusError(
                     f"the data was at {key} {state[key]}, but is now at {key} {own[key]}: it can't "

@@ -4,12 +4,12 @@
 
 The loss of a micro-batch is divided by the tokens of the global batch before backward, and
 gradients are summed over ranks and micro-batches, so nothing is divided afterwards. Losses are
-reported in nats per byte of text.
+reported in nats per byte of text, or per token of files of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import Config, ConfigError
+from pyops.mesh import Mesh
 from pyops.models import sample
 from pyops.train.loop import Row, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_memory
@@ -29,11 +30,17 @@ from pyops.train.setup.planned import Planned
 from pyops.train.setup.recipe import is_planned, make_mesh, make_model, num_parameters
 from pyops.train.setup.replicated import Replicated
 from pyops.train.setup.strategy import Strategy
-from pyops.train.setup.text_data import TextData
+from pyops.train.setup.text_data import RunText, TextData
+from pyops.train.setup.token_files import PythonData, TokenData
 from pyops.train.token_training import TokenTraining
 
 __all__ = ["TextTraining"]
 
+DATA: dict[str, Callable[[Config, Mesh], RunText]] = {
+    "text": TextData,
+    "tokens": TokenData,
+    "python": PythonData,
+}
 PROMPT_TOKENS = 64  # of the first held-out sequence, which the sample continues
 
 
@@ -51,8 +58,8 @@ class TextTraining(TokenTraining):
         self.config, self.device, self.num_steps = config, device, config.train.num_steps
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh = make_mesh(config, device_type=device.type)
-        self.data = TextData(config, self.mesh)
-        self.bigram_loss = self.data.corpus.bigram_loss
+        self.data = DATA[config.data.kind](config, self.mesh)
+        self.bigram_loss, self.unit = self.data.bigram_loss, self.data.unit
         self.model = make_model(config, self.mesh, device=device)
         self.num_parameters = num_parameters(self.model)
         self.strategy, sent = self._make_strategy()
@@ -66,7 +73,7 @@ class TextTraining(TokenTraining):
     def _make_strategy(self) -> tuple[Strategy, int]:
         """Where parameters and states lie; and of how many parameters a rank reduces gradients."""
         config, mesh, num_elements = self.config, self.mesh, self.num_parameters
-        loss = HeadLoss(self.data.corpus.tokenizer)
+        loss = HeadLoss(self.data.tokenizer)
         if config.asynchronous.on:
             return Averaged(config, self.model, group=mesh.group("dp"), loss=loss), 0
         if not is_planned(config):
@@ -85,11 +92,9 @@ class TextTraining(TokenTraining):
 
     def introduction(self) -> str:
         """What is trained, and on what, for the display."""
-        corpus = self.data.corpus
         return self.on_layout(
             f"{self.num_parameters / 1e6:.2f} M parameters",
-            f"{corpus.train.size:,} tokens of {corpus.path}; a byte-bigram model reaches "
-            f"{corpus.bigram_loss:.3f} nats per byte",
+            self.data.described,
             self.strategy.described,
         )
 

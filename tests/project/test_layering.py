@@ -41,7 +41,7 @@ LAYERS = [
         "checkpoint",
     ],
     ["models", "data", "sandblaster"],
-    ["hub", "elastic", "distill", "pruning", "quantized"],
+    ["hub", "elastic", "distill", "pruning", "quantized", "token_data"],
     ["adapters", "parallel"],
     ["plan"],
     ["hf", "config", "train", "compress", "cli", "__main__"],

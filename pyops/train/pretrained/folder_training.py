@@ -25,6 +25,7 @@ from pyops.train.pretrained.changed_models import changed_model
 from pyops.train.pretrained.folder_data import FolderData
 from pyops.train.pretrained.folder_model import FolderModel
 from pyops.train.pretrained.folder_teacher import leave_to_last_stage, loss_beside_teacher
+from pyops.train.pretrained.folder_tokens import FolderTokens
 from pyops.train.setup.recipe import make_mesh, optimizer_maker
 from pyops.train.token_training import TokenTraining
 
@@ -49,7 +50,8 @@ class FolderTraining(TokenTraining):
         length = config.model_folder.sequence_length
         self.model.check_length(length, f"model.sequence_length is {length}", "make it smaller")
         self.mesh = make_mesh(config, device_type=device.type)
-        self.data = FolderData(config, self.model, self.mesh)
+        rows = FolderData if config.data.kind == "text" else FolderTokens
+        self.data: FolderData | FolderTokens = rows(config, self.model, self.mesh)
         loss = loss_beside_teacher(config, self.model, self.mesh, device=device)
         self.trainer = self.model.trainer(
             plan_for_run(config, num_rows=config.train.batch // self.mesh.size("dp")),
