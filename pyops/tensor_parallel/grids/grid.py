@@ -289,21 +289,35 @@ class Grid:
         return found[:batch, ..., :width]
 
     def weight_place(
-        self, out_features: int, in_features: int, cuts: Cuts, *, stacked: int = 0
+        self, out_features: int, in_features: int, cuts: Cuts, *, form: str = "ab", stacked: int = 0
     ) -> Placement:
         """Where this rank's part of a weight [out, in], or [stacked, out, in], lies, of a layer
-        whose input is cut so: in two dimensions `in` over row and `out` over column, in three `in`
-        over (the input's columns, weight) and `out` over the last axis of the input's rows."""
+        whose input is cut so.
+
+                   2d and 2.5d                    3d, cuts (w, p), q
+            "ab"   out over column, in over row   out over p, in over (q, w)
+            "abt"  out over row, in over column   out over (p, w), in over q
+
+        Args:
+            out_features: Rows of the whole weight.
+            in_features: Its columns.
+            cuts: Of the layer's input.
+            form: Of the product; see `product`.
+            stacked: How many matrices lie in the weight; 0: one of two dimensions.
+        """
         self.check(cuts)
-        if self.flat:
-            reading, writing, copied = ("row",), "column", ("depth",)
-        else:
-            reading, writing, copied = (cuts.columns, "weight"), cuts.rows[1], ()
+        out: tuple[str, ...] = ("column",)
+        inner: tuple[str, ...] = ("row",)
+        if self.flat and form == "abt":
+            out, inner = inner, out
+        elif not self.flat:
+            p, q = cuts.rows[1], cuts.columns
+            out, inner = ((p,), (q, "weight")) if form == "ab" else ((p, "weight"), (q,))
         lead = (stacked,) if stacked else ()
         return self.place(
             (*lead, out_features, in_features),
-            {len(lead): (writing,), len(lead) + 1: reading},
-            copied=[axis for axis in copied if axis in self.axes],
+            {len(lead): out, len(lead) + 1: inner},
+            copied=[axis for axis in ("depth",) if axis in self.axes],
         )
 
     def width_place(self, width: int, cuts: Cuts, *, stacked: int = 0) -> Placement:

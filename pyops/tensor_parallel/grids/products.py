@@ -180,7 +180,7 @@ class _Product(torch.autograd.Function):
         ctx.kept = keep_gathered and not stepwise
         if stepwise:
             ctx.save_for_backward(a, b)
-            return _layers_summed(stepwise_product(form, a, b, grid=grid), form, grid)
+            return _stepwise(form, _Operand(a, grid), _Operand(b, grid), grid)
         left, right = _Operand(a, grid), _Operand(b, grid)
         y = _multiply(form, left, right, grid, cuts)
         if ctx.kept:
@@ -213,15 +213,8 @@ class _Product(torch.autograd.Function):
             for each, needed in zip((for_a, for_b), ctx.needs_input_grad, strict=False)
         ]
         if ctx.stepwise:
-            found = [
-                None
-                if w is None
-                else _layers_summed(
-                    stepwise_product(w[0], w[1].block, w[2].block, grid=grid), w[0], grid
-                )
-                for w in wanted
-            ]
-            return *found, None, None, None, None, None
+            stepped = [None if w is None else _stepwise(*w[:3], grid) for w in wanted]
+            return *stepped, None, None, None, None, None
         for w in wanted:
             if w is not None:
                 steps = _steps(w[0], grid, w[3])
@@ -231,7 +224,8 @@ class _Product(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
-def _layers_summed(y: Tensor, form: str, grid: Grid) -> Tensor:
+def _stepwise(form: str, a: _Operand, b: _Operand, grid: Grid) -> Tensor:
+    y = stepwise_product(form, a.block, b.block, grid=grid)
     if form == "atb" and "depth" in grid.axes:
         return grid.line("depth").sum(y)
     return y
