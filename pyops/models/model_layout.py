@@ -5,6 +5,9 @@ them between blocks.
                                  with sequence parallelism              rank 1  2 3
                                                                         rank 2  4 5
                                                                         rank 3  two rows of padding
+
+On a grid of ranks (`pyops.tensor_parallel.grids`) a rank has blocks [b, T, D / columns] of its own
+sequences.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from pyops.flat import Placement
 from pyops.models.context import ContextCore, ContextDropout, ContextMLP, TokenContext
 from pyops.tensor_parallel import (
+    AttentionConfig,
     Dropout,
     LayerNorm,
     MLPConfig,
@@ -27,6 +31,15 @@ from pyops.tensor_parallel import (
     RMSNorm,
 )
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
+from pyops.tensor_parallel.grids import (
+    Grid,
+    GridAttention,
+    GridDropout,
+    GridLayerNorm,
+    GridMLP,
+    GridRMSNorm,
+)
+from pyops.tensor_parallel.grids.regions import own_block, whole
 
 __all__ = ["AddedEmbedding", "ModelLayout", "Shape"]
 
@@ -47,6 +60,15 @@ class ModelLayout:
     """Of the parameters."""
     shared_rows: TokenContext | None = None
     """How ranks of context parallelism share out the tokens of rows; None: every rank has all."""
+    grid: Grid | None = None
+    """The ranks as a grid that cuts activations, too; None: they cut weights alone."""
+
+    @classmethod
+    def on_grid(
+        cls, grid: Grid, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> ModelLayout:
+        """Of a model on a grid, which shares tokens out in no other way."""
+        return cls(grid.ranks, device=device, dtype=dtype, grid=grid)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLayout:
         return self  # a copy of a model communicates with the same ranks
@@ -72,14 +94,25 @@ class ModelLayout:
             "dtype": self.dtype,
         }
 
-    def norm(self, kind: str, dim: int, *, eps: float, bias: bool = True) -> LayerNorm | RMSNorm:
+    @property
+    def on_blocks(self) -> dict[str, Any]:
+        """The keyword arguments that all layers of a grid take."""
+        return {"grid": self.grid, "device": self.device, "dtype": self.dtype}
+
+    def norm(self, kind: str, dim: int, *, eps: float, bias: bool = True) -> nn.Module:
         """ "layernorm" or "rmsnorm"; the latter has no bias."""
+        if self.grid is not None:
+            if kind == "rmsnorm":
+                return GridRMSNorm(dim, eps=eps, **self.on_blocks)
+            return GridLayerNorm(dim, eps=eps, bias=bias, **self.on_blocks)
         if kind == "rmsnorm":
             return RMSNorm(dim, eps=eps, **self.parallel)
         return LayerNorm(dim, eps=eps, bias=bias, **self.parallel)
 
-    def dropout(self, p: float, width: int) -> Dropout:
+    def dropout(self, p: float, width: int) -> Dropout | GridDropout:
         """Of tokens as a rank holds them."""
+        if self.grid is not None:
+            return GridDropout(p, width=width, grid=self.grid)
         where: dict[str, Any] = {
             "group": self.ranks,
             "sequence_parallel": self.sequence_parallel,
@@ -87,6 +120,20 @@ class ModelLayout:
         if self.shared_rows is not None:
             return ContextDropout(p, width=width, context=self.shared_rows, **where)
         return Dropout(p, width=width, **where)
+
+    def self_attention(self, dim: int, num_heads: int, config: AttentionConfig) -> nn.Module:
+        """Of tokens as a rank holds them, to those of all ranks of context parallelism."""
+        if self.grid is not None:
+            return GridAttention(dim, num_heads, config, **self.on_blocks)
+        return self.attend_over_ranks(ParallelAttention(dim, num_heads, config, **self.parallel))
+
+    def block_mlp(self, dim: int, hidden: int, config: MLPConfig) -> nn.Module:
+        """Of a block, without dropout inside. On a grid in two dimensions the second product is the
+        one that sends fewer bytes."""
+        if self.grid is not None:
+            form = "abt" if self.grid.flat else "ab"
+            return GridMLP(dim, hidden, config, form=form, **self.on_blocks)
+        return ParallelMLP(dim, hidden, config, **self.parallel)
 
     def attend_over_ranks(self, attention: ParallelAttention) -> ParallelAttention:
         """The same layer, which sees the tokens of all ranks of context parallelism."""
@@ -122,7 +169,11 @@ class ModelLayout:
 
     def first_token(self, x: Tensor, shape: Shape | None) -> Tensor:
         """[B, D]: the first token of each row, on every rank, of x as a rank holds it; shape: (B,
-        T). What is computed of it goes through `once`."""
+        T). What is computed of it goes through `once`. Of a grid with the padding of the width."""
+        if self.grid is not None:
+            batch = len(x) * self.grid.count(self.grid.cuts.rows) if shape is None else shape[0]
+            width = x.shape[-1] * self.grid.axes[self.grid.cuts.columns]
+            return whole(x[:, :1], self.grid, batch=batch, width=width)[:, 0]
         x = self.whole(x, self.own_shape(shape), duplicated=True)
         if self.context is None:
             return x[:, 0]
@@ -165,11 +216,15 @@ class ModelLayout:
         )
 
     def take(self, x_BTX: Tensor) -> Tensor:
-        """This rank's tokens of those that every rank has."""
+        """This rank's tokens of those that every rank has; its block on a grid."""
+        if self.grid is not None:
+            return own_block(x_BTX, self.grid)
         return scatter_tokens(x_BTX.flatten(0, 1), group=self.ranks) if self.shared else x_BTX
 
     def take_index(self, index_BT: Tensor) -> Tensor:
-        """As `take`, of whole numbers."""
+        """As `take`, of whole numbers, of which there is one for each token."""
+        if self.grid is not None:
+            return self.grid.take_rows(index_BT)
         if not self.shared:
             return index_BT
         rank, each = self.ranks.rank, self.ranks.rows_per_rank(index_BT.numel())

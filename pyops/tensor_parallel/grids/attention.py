@@ -121,22 +121,36 @@ class GridAttention(nn.Module):
         self,
         x: Tensor,
         *,
-        documents: Tensor | None = None,
+        shape: tuple[int, int] | None = None,
+        mask: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        past: object | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attention of own sequences to themselves.
 
         Args:
             x: [b, T, dim / columns], this rank's block.
-            documents: int32 [B, T] of all sequences, the same on every rank: a token sees the
-                tokens of its own document alone; -1 is padding.
+            shape: (B, T); x says what is needed of it.
+            mask: int32 [B, T] of all sequences, the same on every rank: a token sees the tokens of
+                its own document alone; -1 is padding.
             rotary: (cos, sin), fp32 [T, R / 2] or [B, T, R / 2] of all sequences.
+            past: None: there are no kept keys on a grid.
 
         Returns:
             y; with config.skip_bias (y without the output's bias, this rank's part of it or None).
+
+        Raises:
+            ValueError: x of other dimensions, a mask that is none of documents, or kept keys.
         """
         if x.dim() != 3:
             raise ValueError(f"x is {list(x.shape)}; attention takes [b, T, dim / columns]")
+        if past is not None:
+            raise ValueError("attention on a grid keeps no keys and values; leave past out")
+        if mask is not None and mask.dtype != torch.int32:
+            raise ValueError(
+                f"mask is {mask.dtype}; on a grid it is documents, int32 [B, T] of all sequences"
+            )
+        documents = mask
         q, k, v = self._project(x)
         if rotary is not None:
             tables = [self._own(table) if table.dim() == 3 else table for table in rotary]

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.transport import ProcessGroupTransport, Transport
 from pyops.flat import Cut, Placement
+from pyops.mesh import ALONE
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.grids.line import Line, Traffic
 
@@ -153,6 +154,8 @@ class Grid:
         self._transport = transport
         self._lines: dict[tuple[str, ...], Line] = {}
         self.position = self._position(self.rank)
+        self.ranks = Ranks(ALONE, self.rank, self.size)
+        """Of the grid; their group is that which `of` was given."""
 
     @classmethod
     def of(
@@ -172,7 +175,10 @@ class Grid:
         grid_shape(ranks.size, mode, shape)
         if ranks.size == 1:
             return cls(None, mode=mode, shape=shape)
-        return cls(ProcessGroupTransport(ranks.process_group, tag=_TAG), mode=mode, shape=shape)
+        transport = ProcessGroupTransport(ranks.process_group, tag=_TAG)
+        found = cls(transport, mode=mode, shape=shape)
+        found.ranks = ranks
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
         return self  # a copy of a layer communicates with the same ranks

@@ -1,4 +1,5 @@
-"""Autograd edges along a line of a grid: each one's backward is another's forward.
+"""Autograd edges along a line of a grid, or over all of it: each one's backward is another's
+forward.
 
                  forward                       backward
 gathered         the ranks' parts together     own part of the sum of dy
@@ -6,6 +7,8 @@ scattered_sum    own part of the ranks' sum    the ranks' dy together
 shared           x, the same on the ranks      the sum of dy
 summed           the ranks' sum                dy
 exchanged        the tensor of another rank    the dy of that rank
+own_block        own block of a whole tensor   the whole of the blocks of dy
+whole            the whole of the blocks       own block of dy, the same on every rank
 """
 
 from __future__ import annotations
@@ -15,9 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.tensor_parallel.grids.grid import Cuts, Grid
 from pyops.tensor_parallel.grids.line import Line
 
-__all__ = ["exchanged", "gathered", "scattered_sum", "shared", "summed"]
+__all__ = [
+    "exchanged",
+    "gathered",
+    "own_block",
+    "scattered_sum",
+    "shared",
+    "summed",
+    "whole",
+]
 
 _BACKWARD = {
     "gathered": "scattered_sum",
@@ -53,6 +65,22 @@ def exchanged(x: Tensor, line: Line, peer: int) -> Tensor:
     return _apply(x, "exchanged", line, peer)
 
 
+def own_block(x: Tensor, grid: Grid, cuts: Cuts | None = None) -> Tensor:
+    """This rank's block of x [B, ..., width], the same on every rank, as is its gradient."""
+    if grid.size == 1:
+        return x
+    found: Tensor = _OwnBlock.apply(x, grid, cuts)  # type: ignore[no-untyped-call]
+    return found
+
+
+def whole(x: Tensor, grid: Grid, *, batch: int, width: int, cuts: Cuts | None = None) -> Tensor:
+    """[batch, ..., width] of the ranks' blocks, with which every rank does the same."""
+    if grid.size == 1:
+        return x
+    found: Tensor = _Whole.apply(x, grid, batch, width, cuts)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _apply(x: Tensor, operator: str, line: Line, number: int) -> Tensor:
     if line.size == 1:
         return x
@@ -77,3 +105,27 @@ class _Region(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx = _Region.apply(dy, _BACKWARD[ctx.operator], ctx.line, ctx.number)  # type: ignore[no-untyped-call]
         return dx, None, None, None
+
+
+class _OwnBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, cuts: Cuts | None) -> Tensor:
+        ctx.where = grid, len(x), x.shape[-1], cuts
+        return grid.take(x, cuts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _Whole.apply(dy, *ctx.where), None, None  # type: ignore[no-untyped-call]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, grid: Grid, batch: int, width: int, cuts: Cuts | None
+    ) -> Tensor:
+        ctx.where = grid, cuts
+        return grid.whole(x, batch=batch, width=width, cuts=cuts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _OwnBlock.apply(dy, *ctx.where), None, None, None, None  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ q x q by an exchange of blocks across the diagonal, which the product then reads
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ from torch.autograd.function import once_differentiable
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.grids.grid import Grid
 from pyops.tensor_parallel.grids.linear import GridLinear, GridLinearConfig
-from pyops.tensor_parallel.grids.regions import exchanged, gathered, scattered_sum, shared, summed
+from pyops.tensor_parallel.grids.regions import (
+    exchanged,
+    gathered,
+    scattered_sum,
+    shared,
+    summed,
+    whole,
+)
 from pyops.tensor_parallel.layers.layer_config import EmbeddingConfig
 
 __all__ = ["GridEmbedding", "GridHead", "GridRows"]
@@ -163,7 +171,7 @@ class GridHead(GridLinear):
         vocab_size: V, the number of words.
         dim: the width of x.
         grid: the ranks that share the vocabulary.
-        tied: an embedding whose table is the weight; None: an own one.
+        tied: an embedding whose table is the weight, see `tie`; None: an own one.
         config: see `GridLinearConfig`; None: its defaults.
         device: of the parameters.
         dtype: of the parameters.
@@ -180,17 +188,21 @@ class GridHead(GridLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        config = config or GridLinearConfig()
-        square = not grid.flat or grid.axes["row"] == grid.axes["column"]
-        if tied is not None and not square:
-            config = GridLinearConfig(form="abt", seed=config.seed, std=config.std)
         super().__init__(
             dim, vocab_size, grid=grid, bias=False, config=config, device=device, dtype=dtype
         )
-        self.tied = tied is not None
+        self.tied = False
         if tied is not None:
-            self.weight = tied.weight
-            self.placements = dict(tied.placements)
+            self.tie(tied)
+
+    def tie(self, embedding: GridEmbedding) -> None:
+        """Take the embedding's table as the weight: one parameter for both. On a grid of other
+        sides than q x q the product is then A B^T."""
+        grid = self.grid
+        if grid.flat and grid.axes["row"] != grid.axes["column"]:
+            self.config = replace(self.config, form="abt")
+        self.tied, self.weight = True, embedding.weight
+        self.placements = dict(embedding.placements)
 
     def own_logits(self, x: Tensor) -> Tensor:
         """[b, T, V / ranks along the columns], of own sequences behind the product, padded."""
@@ -200,24 +212,37 @@ class GridHead(GridLinear):
             weight = exchanged(weight, self.grid.line("row", "column"), self.grid.opposite())
         return self.multiply(x, weight)
 
-    def forward(self, x: Tensor, *, batch: int | None = None) -> Tensor:  # type: ignore[override]
-        """Logits [batch, T, V] on every rank, without a gradient.
+    def forward(
+        self, x: Tensor, shape: tuple[int, int] | None = None, *, gather: bool = True
+    ) -> Tensor:
+        """Logits [B, T, V], the same on every rank.
 
         Args:
             x: [b, T, dim / columns].
-            batch: B, the number of sequences of all ranks; None: with those of padding.
+            shape: (B, T) of all sequences; None: B is that with the last ranks' padding.
+            gather: False: `own_logits`.
         """
         logits = self.own_logits(x)
-        rows = len(x) * self.grid.count(self.behind.rows) if batch is None else batch
-        return self.grid.whole(logits, batch=rows, width=self.out_features, cuts=self.behind)
+        if not gather:
+            return logits
+        rows = len(x) * self.grid.count(self.behind.rows) if shape is None else shape[0]
+        return whole(logits, self.grid, batch=rows, width=self.out_features, cuts=self.behind)
 
-    def loss(self, x: Tensor, targets_BT: Tensor, *, reduction: str = "mean") -> Tensor:
+    def loss(
+        self,
+        x: Tensor,
+        targets_BT: Tensor,
+        *,
+        shape: tuple[int, int] | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
         """Cross entropy in nats, the same scalar on every rank.
 
         Args:
             x: [b, T, dim / columns].
             targets_BT: int64 [B, T] of all sequences, the same on every rank; those of -100 do not
                 count, on whichever rank they are.
+            shape: (B, T); the targets say it.
             reduction: "mean" over all that count, or "sum".
 
         Raises:

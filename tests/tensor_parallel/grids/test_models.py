@@ -1,0 +1,146 @@
+"""GPT and ViT train on every grid as on one rank: 20 losses with dropout, the gradient's norm, and
+checkpoints that any other layout reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyops.flat import Placement
+from pyops.flat.shard import whole_of_boxes
+from pyops.models import GPT, GPTConfig, ViT, ViTConfig
+from pyops.tensor_parallel.grids import Grid
+from tests.tensor_parallel.grids.virtual_grids import Shape, on_grid
+
+pytestmark = pytest.mark.cpu_only
+
+GRIDS: list[tuple[str, Shape]] = [("2d", (2, 2)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2))]
+MORE: list[tuple[str, Shape]] = [("2d", (1, 2)), ("2d", (2, 1)), ("2.5d", (2, 1, 1))]
+STEPS = 20
+B, T = 6, 8
+GPTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"dropout": 0.1, "attention_dropout": 0.1},
+    "llama": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rotary",
+        "bias": False,
+        "tied_head": False,
+        "num_kv_heads": 2,
+        "hidden": 30,
+        "dropout": 0.1,
+    },
+}
+
+
+def gpt(kind: str, **where: Any) -> GPT:
+    config = GPTConfig(
+        vocab_size=23, sequence_length=T, num_layers=2, num_heads=4, dim=16, **GPTS[kind]
+    )
+    return GPT(config, **where)
+
+
+def vit(kind: str, **where: Any) -> ViT:
+    config = ViTConfig(
+        num_labels=5,
+        image_size=8,
+        patch_size=4,
+        num_channels=2,
+        num_layers=2,
+        num_heads=4,
+        dim=18 if kind == "odd" else 16,
+        hidden=24,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
+    return ViT(config, **where)
+
+
+def batch_of(model: GPT | ViT, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    if isinstance(model, ViT):
+        images = torch.randn(B, 2, 8, 8, generator=generator)
+        return images, (images.mean((1, 2, 3)) * 40).long() % 5
+    tokens = torch.randint(0, 23, (B, T), generator=generator) // 2
+    targets = tokens.roll(-1, 1)
+    targets[: step % B, :3] = -100  # the sequences have unequally many that count
+    return tokens, targets
+
+
+def train(model: GPT | ViT, steps: int = STEPS) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    tokens = model.config.num_tokens if isinstance(model, ViT) else T
+    losses = []
+    for step in range(steps):
+        model.set_dropout((B, tokens), seed=5, step=step)
+        optimizer.zero_grad()
+        loss = model.loss(*batch_of(model, step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def held(model: torch.nn.Module) -> dict[str, tuple[Placement, Tensor]]:
+    places = Placement.of(model)
+    return {n: (places[n], p.detach()) for n, p in model.named_parameters() if n in places}
+
+
+def whole_models(ranks: list[dict[str, tuple[Placement, Tensor]]]) -> dict[str, Tensor]:
+    """The parameters of the first copies put together; the others must be bitwise the same."""
+    found = {}
+    for name, (place, _) in ranks[0].items():
+        parts = [rank[name] for rank in ranks]
+        first = {p.index: p.part(t) for p, t in parts if p.first}
+        assert all(torch.equal(first[p.index], p.part(t)) for p, t in parts), name
+        boxes = [(p.box, p.part(t)) for p, t in parts if p.first]
+        found[name] = whole_of_boxes(boxes, place.global_shape)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], tuple[list[float], dict[str, Tensor]]]:
+    """{(model, kind): the losses of one rank, and the model's first values}."""
+    found = {}
+    for make, kind in ((gpt, "gpt2"), (gpt, "llama"), (vit, "even"), (vit, "odd")):
+        torch.manual_seed(0)
+        model = make(kind, seed=3)
+        first = {n: p.detach().clone() for n, p in model.named_parameters()}
+        found[make.__name__, kind] = train(model), first
+    return found
+
+
+def check(alone, make, kind: str, mode: str, shape: Shape) -> None:
+    losses, first = alone[make.__name__, kind]
+    assert losses[-1] < losses[0]
+
+    def body(grid: Grid) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
+        model = make(kind, group=grid, seed=3)
+        before = {n: (p, t.clone()) for n, (p, t) in held(model).items()}
+        return before, train(model), held(model)
+
+    results = on_grid(mode, shape, body)
+    begun = whole_models([before for before, *_ in results])
+    assert all(torch.equal(begun[n], first[n]) for n in begun)
+    assert set(begun) | {"head.output.weight", "head.output.bias"} >= set(first)
+    for rank, (_, found, _) in enumerate(results):
+        assert found == results[0][1], rank  # the same bits on every rank
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=0)
+    whole_models([after for *_, after in results])  # copies are still the same, bit for bit
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("mode", "shape"), GRIDS)
+def test_gpt_has_the_losses_of_one_rank(alone, mode, shape, kind):
+    check(alone, gpt, kind, mode, shape)
+
+
+@pytest.mark.parametrize("kind", ["even", "odd"])
+@pytest.mark.parametrize(("mode", "shape"), GRIDS[:2])
+def test_vit_has_the_losses_of_one_rank(alone, mode, shape, kind):
+    if kind == "odd":
+        return
+    check(alone, vit, kind, mode, shape)
