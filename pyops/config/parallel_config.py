@@ -84,8 +84,7 @@ class ParallelConfig:
                 f"it to {' or '.join(WITH_STAGES_PER_RANK)}"
             )
         self._check_context()
-        if self.grid != "1d":
-            self._check_grid()
+        self._check_grid()
         if self.memory_bytes and not self.adapt:
             raise ValueError(
                 f"memory_bytes is {self.memory_bytes}, which only adapt looks at; set "
@@ -100,6 +99,8 @@ class ParallelConfig:
                     )
 
     def _check_grid(self) -> None:
+        if self.grid == "1d":
+            return
         grid_shape(self.tp, self.grid)
         for name, usual, why in (
             ("sequence_parallel", False, "shares out what is between the layers itself"),

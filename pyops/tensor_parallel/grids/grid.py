@@ -108,10 +108,10 @@ def _usual_shape(ranks: int, mode: str) -> tuple[int, ...]:
         fitting = [q for q in range(1, math.isqrt(ranks) + 1) if ranks % (q * q) == 0]
         layered = [q for q in fitting if q > 1 and ranks > q * q]
         if not layered and max(fitting) == 1 and ranks > 1:
+            low = max(4, ranks // 4 * 4)
             raise ValueError(
                 f"{ranks} ranks are no d x q x q with q of 2 or more, which grid = '2.5d' takes: "
-                f"the nearest are {max(4, ranks // 4 * 4)} and {(ranks // 4 + 1) * 4}; or give "
-                f"shape=({ranks}, 1, 1)"
+                f"the nearest are {low} and {low + 4}; or give shape=({ranks}, 1, 1)"
             )
         q = max(layered or fitting)
         return (ranks // (q * q), q, q)

@@ -110,6 +110,7 @@ def test_the_usual_shapes():
     [
         (6, "2d", None, r"6 ranks are no square.*nearest are 4 and 9; or give shape=\(2, 3\)"),
         (6, "2.5d", None, r"6 ranks are no d x q x q.*nearest are 4 and 8; or give shape=\(6,"),
+        (2, "2.5d", None, r"2 ranks are no d x q x q.*nearest are 4 and 8; or give shape=\(2,"),
         (12, "3d", None, r"12 ranks are no cube.*2 x 2 x 2 = 8 and 3 x 3 x 3 = 27"),
         (4, "4d", None, "grid is '4d'; choose one of 2d, 2.5d, 3d"),
         (4, "2d", (2, 3), r"shape \(2, 3\) is a grid of 6 ranks, but there are 4"),
