@@ -95,6 +95,12 @@ class ModelLayout:
         }
 
     @property
+    def _second(self) -> str:
+        """The form of a block's second products that sends the fewest bytes; in three dimensions
+        there is no difference."""
+        return "abt" if self.grid is not None and self.grid.flat else "ab"
+
+    @property
     def on_blocks(self) -> dict[str, Any]:
         """The keyword arguments that all layers of a grid take."""
         return {"grid": self.grid, "device": self.device, "dtype": self.dtype}
@@ -124,15 +130,13 @@ class ModelLayout:
     def self_attention(self, dim: int, num_heads: int, config: AttentionConfig) -> nn.Module:
         """Of tokens as a rank holds them, to those of all ranks of context parallelism."""
         if self.grid is not None:
-            return GridAttention(dim, num_heads, config, **self.on_blocks)
+            return GridAttention(dim, num_heads, config, form=self._second, **self.on_blocks)
         return self.attend_over_ranks(ParallelAttention(dim, num_heads, config, **self.parallel))
 
     def block_mlp(self, dim: int, hidden: int, config: MLPConfig) -> nn.Module:
-        """Of a block, without dropout inside. On a grid in two dimensions the second product is the
-        one that sends fewer bytes."""
+        """Of a block, without dropout inside."""
         if self.grid is not None:
-            form = "abt" if self.grid.flat else "ab"
-            return GridMLP(dim, hidden, config, form=form, **self.on_blocks)
+            return GridMLP(dim, hidden, config, form=self._second, **self.on_blocks)
         return ParallelMLP(dim, hidden, config, **self.parallel)
 
     def attend_over_ranks(self, attention: ParallelAttention) -> ParallelAttention:

@@ -34,6 +34,7 @@ class GridAttention(nn.Module):
         config: see `AttentionConfig`; None: its defaults. Cross-attention and patterns are those of
             one dimension alone.
         grid: the ranks that share the heads and the sequences.
+        form: of the product of `output`, see `GridLinearConfig`.
         cuts: of x; None: those between the blocks of a model.
         device: of the parameters.
         dtype: of the parameters.
@@ -55,6 +56,7 @@ class GridAttention(nn.Module):
         config: AttentionConfig | None = None,
         *,
         grid: Grid,
+        form: str = "ab",
         cuts: Cuts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -87,6 +89,7 @@ class GridAttention(nn.Module):
         else:
             self.q, self.kv = projection(num_heads * K, "q"), projection(G * 2 * K, "kv")
         output = GridLinearConfig(
+            form=form,
             skip_bias=config.skip_bias,
             seed=config.seed,
             name=prefix + "output",

@@ -6,7 +6,7 @@
     1d                  4 M h (p - 1) / p
     1d x ZeRO 3         4 M h (t - 1) / (t z) + 12 h^2 (z - 1) / (t z)              t z = p
     2d, 2.5d            (q - 1) / q^2 (7 M h / d + 12 h^2)
-      down as A B^T     (q - 1) / q^2 (4 M h / d + 12 h^2)
+  output, down: A B^T   (q - 1) / q^2 (4 M h / d + 12 h^2)
     3d                  (l - 1) / l^3 (16 M h + 12 h^2)
 
 Backward is as long where what was gathered is kept, and gathers the operands again where it is not;
@@ -35,9 +35,9 @@ __all__ = [
 
 AS_PUBLISHED = ("ab", "ab", "ab", "ab")
 """The forms of the four products in the papers."""
-FEWEST = ("ab", "ab", "ab", "abt")
-"""The forms that send the fewest elements in two dimensions: the blocks of the narrower side of
-each product."""
+FEWEST = ("ab", "abt", "ab", "abt")
+"""The forms that send the fewest elements in two dimensions: a sum of narrow results instead of a
+gather of wide operands. It is tensor parallelism over the columns and ZeRO 3 over the rows."""
 _PRODUCTS = ((1, 3), (1, 1), (1, 4), (4, 1))  # (in, out) in widths of the model
 
 

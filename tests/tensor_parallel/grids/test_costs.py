@@ -22,7 +22,6 @@ from tests.tensor_parallel.grids.virtual_grids import Shape, on_grid
 pytestmark = pytest.mark.cpu_only
 
 H = 16
-TENSOR = ("ab", "abt", "ab", "abt")  # columns, then rows: tensor parallelism over the columns
 
 
 def counted(mode: str, shape: Shape, tokens: int, forms=AS_PUBLISHED, keep: bool = False):
@@ -99,7 +98,7 @@ def test_tensor_parallelism_with_zero_is_a_grid_whose_products_take_turns(tp, ze
     """Columns first (A B gathers x), rows behind (A B^T sums y), weights gathered over the rows of
     the grid: what is received is the same."""
     cost = cost_with_zero(32, H, tp=tp, zero=zero)
-    forward, backward, *_, weights, _ = counted("2d", (zero, tp), 32, TENSOR)
+    forward, backward, *_, weights, _ = counted("2d", (zero, tp), 32, FEWEST)
     assert (forward, backward, weights) == (cost.forward, cost.backward, cost.weights)
     assert zero > 1 or cost == cost_1d(32, H, ranks=tp)
 
@@ -154,14 +153,16 @@ def test_the_table_from_counted_bytes_of_many_ranks(row):
 
 
 def test_two_dimensions_never_send_less_than_tensor_parallelism_with_zero():
-    """Not on any square, at any number of tokens; with down as A B^T as much."""
+    """Not on any square, at any number of tokens; with output and down as A B^T as much."""
     for side in (2, 3, 4, 8, 16):
         for tokens in (64, 512, 4096, 32768):
-            zero = cost_with_zero(tokens, 512, tp=side, zero=side).forward
-            published = cost_grid(tokens, 512, ranks=side**2, mode="2d").forward
-            fewest = cost_grid(tokens, 512, ranks=side**2, mode="2d", forms=FEWEST).forward
-            assert published > zero
-            assert fewest == pytest.approx(zero)
+            zero = cost_with_zero(tokens, 512, tp=side, zero=side)
+            published = cost_grid(tokens, 512, ranks=side**2, mode="2d")
+            fewest = cost_grid(tokens, 512, ranks=side**2, mode="2d", forms=FEWEST)
+            assert published.forward > zero.forward
+            assert published.step > zero.step
+            assert fewest.forward == pytest.approx(zero.forward)
+            assert fewest.step == pytest.approx(zero.step)
 
 
 def test_all_layouts_of_a_number_of_ranks():

@@ -208,7 +208,9 @@ def test_attention_with_dropout_documents_and_rotary_positions(mode, shape, grou
     compare(
         mode,
         shape,
-        lambda grid: GridAttention(D, 4, config, grid=grid, **F64),
+        lambda grid: GridAttention(
+            D, 4, config, grid=grid, form="ab" if groups == 2 else "abt", **F64
+        ),
         ParallelAttention(D, 4, config, group=ALONE, **F64),
         numbers(B, T, D),
         call=call,
