@@ -17,6 +17,8 @@ from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on
 
 pytestmark = pytest.mark.cpu_only
 
+TIMEOUT = 300.0  # seconds: blocks are many small messages, and processes share the cores
+
 
 def on_grid(config: Config, name: str, *, tp: int, grid: str, stage: int = 0) -> Config:
     parallel = ParallelConfig(tp=tp, grid=grid)
@@ -44,7 +46,7 @@ def test_losses_norms_and_weights_are_those_of_one_rank(
     plain = plain_run(tmp_path, dropout=0.1, micro_batch=4)
     config = on_grid(plain, "grid", tp=tp, grid=grid, stage=stage)
     plain = reference(plain)
-    outcomes = world(ranks).run(train_on_rank, config)
+    outcomes = world(ranks).run(train_on_rank, config, timeout=TIMEOUT)
     assert [outcome.steps for outcome in outcomes] == [STEPS] * ranks, outcomes
     assert same(losses(config), losses(plain))
     assert same(norms(config), norms(plain), within=1e-4)
@@ -75,14 +77,14 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(world, tmp_path, before, 
     ranks, tp, grid, stage = before
     broken = on_grid(straight, "broken", tp=tp, grid=grid, stage=stage)
     straight = reference(straight)
-    world(ranks).run(train_and_stop_rank_1, broken)
+    world(ranks).run(train_and_stop_rank_1, broken, timeout=TIMEOUT)
     assert len(losses(broken)) < STEPS
     ranks, tp, grid, stage = after
     again = on_grid(broken, "broken", tp=tp, grid=grid, stage=stage)
     if ranks == 1:
         train_on_rank(0, None, again, True)
     else:
-        world(ranks).run(train_on_rank, again, True)
+        world(ranks).run(train_on_rank, again, True, timeout=TIMEOUT)
     assert same(losses(broken), losses(straight))
     check_weights(broken, straight)
 

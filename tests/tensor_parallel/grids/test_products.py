@@ -177,26 +177,18 @@ def test_a_rank_keeps_its_part_of_both_operands_for_backward(mode, shape):
 
 
 def test_sums_of_sixteen_bits_are_rounded_once():
-    """1 + 2^-8 in bf16 is 1 again, so that partial sums in bf16 would lose every addend but one."""
+    """One rank has 1 + 3 x 2^-9, which bf16 rounds to 1 + 2^-7, and its neighbor -1."""
     a = torch.zeros(8, 16, dtype=torch.bfloat16)
-    a[:, 0] = 1.0
-    a[:, 8:] = 2.0**-8
+    a[:, 0], a[:, 1:4], a[:, 8] = 1.0, 2.0**-9, -1.0
     b = torch.ones(8, 16, dtype=torch.bfloat16)  # [out, in]
-
-    def body(grid: Grid) -> Tensor:
-        place = grid.weight_place(16, 8, grid.behind(grid.cuts))  # of B [N, K]: rows over "row"
-        right = place.take(b.t()).t().contiguous()
-        return product(grid.take(a), right, form="abt", grid=grid)
-
-    for found in on_grid("2d", (2, 2), body):
-        assert found.float().unique().tolist() == [1.0 + 8 * 2.0**-8]
-    for found in on_grid("2d", (2, 2), lambda grid: stepped_sum(grid, a, b)):
-        assert found.float().unique().tolist() == [1.0 + 8 * 2.0**-8]
+    for stepwise in (False, True):
+        for found in on_grid("2d", (2, 2), lambda grid, s=stepwise: narrow_sum(grid, a, b, s)):
+            assert found.float().unique().tolist() == [3 * 2.0**-9]
 
 
-def stepped_sum(grid: Grid, a: Tensor, b: Tensor) -> Tensor:
+def narrow_sum(grid: Grid, a: Tensor, b: Tensor, stepwise: bool) -> Tensor:
     right = weight_block(grid, b, grid.behind(grid.cuts))
-    return product(grid.take(a), right, form="abt", grid=grid, stepwise=True)
+    return product(grid.take(a), right, form="abt", grid=grid, stepwise=stepwise)
 
 
 def test_products_refuse_what_does_not_fit():
