@@ -13,7 +13,6 @@ __all__ = [
     "ACTIVATIONS",
     "POSITIONS",
     "check_config",
-    "check_grid",
     "check_pattern",
     "check_size",
     "estimated_elements",
@@ -178,18 +177,3 @@ def check_size(config: Any) -> None:
         f"{4 * numbers / 2**40:.3g} TiB in fp32, which no "
         "memory holds: make it smaller"
     )
-
-
-def check_grid(model: str, *, sequence_parallel: bool, shared: bool) -> None:
-    """ValueError where a model on a grid is to share tokens out in another way, too.
-
-    Args:
-        model: The class, for the message.
-        sequence_parallel: As the model was given it.
-        shared: Whether ranks of context parallelism share out the tokens of rows.
-    """
-    if sequence_parallel or shared:
-        what = "sequence_parallel=True" if sequence_parallel else "context"
-        raise ValueError(
-            f"{model} was given a grid and {what}; a grid cuts activations itself: leave {what} out"
-        )

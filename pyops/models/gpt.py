@@ -31,7 +31,6 @@ from pyops.models.config_checks import (
     ACTIVATIONS,
     POSITIONS,
     check_config,
-    check_grid,
     check_pattern,
     pattern_of,
 )
@@ -44,7 +43,6 @@ from pyops.tensor_parallel import (
     EmbeddingConfig,
     KVCache,
     MLPConfig,
-    Ranks,
     RanksLike,
     RowCache,
     VocabParallelEmbedding,
@@ -384,12 +382,7 @@ class GPT(SharedRows):
         super().__init__()
         self.config = config
         self.shared_rows = rows = TokenContext.of(context, order)
-        if not isinstance(group, Grid):
-            layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
-        else:
-            check_grid("GPT", sequence_parallel=sequence_parallel, shared=rows is not None)
-            layout = ModelLayout.on_grid(group, device, dtype)
-        self.layout = layout
+        self.layout = layout = ModelLayout.of(group, sequence_parallel, device, dtype, rows)
         self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":

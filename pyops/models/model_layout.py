@@ -28,6 +28,7 @@ from pyops.tensor_parallel import (
     ParallelAttention,
     ParallelMLP,
     Ranks,
+    RanksLike,
     RMSNorm,
 )
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
@@ -64,11 +65,32 @@ class ModelLayout:
     """The ranks as a grid that cuts activations, too; None: they cut weights alone."""
 
     @classmethod
-    def on_grid(
-        cls, grid: Grid, device: torch.device | str | None, dtype: torch.dtype | None
+    def of(
+        cls,
+        group: RanksLike | Grid,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        shared_rows: TokenContext | None,
     ) -> ModelLayout:
-        """Of a model on a grid, which shares tokens out in no other way."""
-        return cls(grid.ranks, device=device, dtype=dtype, grid=grid)
+        """Of a model that was given these arguments.
+
+        Args:
+            group: The ranks that share the layers, or a grid of them.
+            sequence_parallel, device, dtype, shared_rows: See the fields.
+
+        Raises:
+            ValueError: A grid, and another way to share out what is between the layers.
+        """
+        if not isinstance(group, Grid):
+            return cls(Ranks.of(group), sequence_parallel, device, dtype, shared_rows)
+        if sequence_parallel or shared_rows is not None:
+            what = "sequence_parallel=True" if sequence_parallel else "context"
+            raise ValueError(
+                f"the model was given a grid and {what}; a grid cuts what is between the layers "
+                f"itself: leave {what} out"
+            )
+        return cls(group.ranks, device=device, dtype=dtype, grid=group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLayout:
         return self  # a copy of a model communicates with the same ranks

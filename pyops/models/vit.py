@@ -24,14 +24,13 @@ from torch.nn import functional
 from pyops.context_parallel import ContextRanks
 from pyops.flat import ChannelPart, ChannelSet
 from pyops.mesh import ALONE
-from pyops.models.config_checks import ACTIVATIONS, check_config, check_grid
+from pyops.models.config_checks import ACTIVATIONS, check_config
 from pyops.models.context import SharedRows, TokenContext
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.vocabulary_head import IGNORED
 from pyops.tensor_parallel import (
     AttentionConfig,
     MLPConfig,
-    Ranks,
     RanksLike,
     initialize_model_,
     set_dropout,
@@ -253,12 +252,7 @@ class ViT(SharedRows):
         super().__init__()
         self.config = config
         self.shared_rows = rows = TokenContext.of(context, order, tokens=config.num_tokens)
-        if not isinstance(group, Grid):
-            layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
-        else:
-            check_grid("ViT", sequence_parallel=sequence_parallel, shared=rows is not None)
-            layout = ModelLayout.on_grid(group, device, dtype)
-        self.layout = layout
+        self.layout = layout = ModelLayout.of(group, sequence_parallel, device, dtype, rows)
         self.embedding = ViTEmbedding(config, layout=layout)
         self.blocks = nn.ModuleList(
             ViTBlock(config, layout=layout) for _ in range(config.num_layers)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.agreement import check_same
 from pyops.comm.collectives.transport import ProcessGroupTransport, Transport
 from pyops.flat import Cut, Placement
 from pyops.mesh import ALONE
@@ -161,7 +162,8 @@ class Grid:
     def of(
         cls, group: RanksLike = None, *, mode: str = "2d", shape: Sequence[int] | None = None
     ) -> Grid:
-        """The grid of the ranks of a group; see `RanksLike`. Every rank of it must make it.
+        """The grid of the ranks of a group; see `RanksLike`. A collective: every rank of it makes
+        the same one.
 
         Args:
             group: The ranks, numbered with the last axis running fastest.
@@ -169,9 +171,12 @@ class Grid:
             shape: See `grid_shape`.
 
         Raises:
-            ValueError: There is no such grid of so many ranks.
+            ValueError: On every rank, where there is no such grid of so many ranks, or ranks were
+                given others.
         """
         ranks = Ranks.of(group)
+        given = {"mode": str(mode), "shape": str(None if shape is None else tuple(shape))}
+        check_same(given, group=ranks.group, who="Grid.of")
         grid_shape(ranks.size, mode, shape)
         if ranks.size == 1:
             return cls(None, mode=mode, shape=shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pyops.flat.shard import whole_of_boxes
 from pyops.tensor_parallel.grids.grid import Grid, grid_shape
@@ -123,3 +124,25 @@ def test_the_usual_shapes():
 def test_grids_that_there_are_not(ranks, mode, shape, message):
     with pytest.raises(ValueError, match=message):
         grid_shape(ranks, mode, shape)
+
+
+def disagree(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What ranks are told that ask for other grids, and of a grid that there is not."""
+    said = []
+    for mode, shape in (("2d" if rank else "3d", None), ("2d", (1, 2 + rank)), ("3d", None)):
+        with pytest.raises(ValueError) as error:
+            Grid.of(group, mode=mode, shape=shape)
+        said.append(str(error.value))
+    grid = Grid.of(group, mode="2d", shape=(1, 2))
+    assert grid.ranks.group is group
+    found = grid.whole(grid.take(torch.arange(8.0).view(2, 4)), batch=2, width=4)
+    assert torch.equal(found, torch.arange(8.0).view(2, 4))
+    return said
+
+
+def test_ranks_that_disagree_are_all_told(world):
+    first, second = world(2).run(disagree)
+    assert first == second
+    assert first[0] == ("Grid.of: mode is 3d on rank 0, but 2d on rank 1; give all ranks the same")
+    assert "shape is (1, 2) on rank 0, but (1, 3) on rank 1" in first[1]
+    assert "2 ranks are no cube" in first[2]

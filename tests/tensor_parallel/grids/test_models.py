@@ -155,3 +155,33 @@ def test_models_have_the_20_losses_of_one_rank_on_every_grid(alone, mode, shape,
 )
 def test_models_have_the_losses_of_one_rank(alone, mode, shape, make, kind, steps):
     check(alone, make, kind, mode, shape, steps)
+
+
+def test_models_refuse_what_a_grid_does_not_go_with():
+    grid = Grid(None, mode="2d")
+    for make, kind in CASES:
+        with pytest.raises(ValueError, match=r"a grid and sequence_parallel=True; .* leave"):
+            make(kind, group=grid, sequence_parallel=True)
+    model = gpt("gpt2", group=grid)
+    with pytest.raises(ValueError, match="a grid keeps no keys: load the checkpoint into GPT"):
+        model(torch.zeros(1, 2, dtype=torch.int64), past=model.new_kv_caches())
+
+
+def test_logits_of_a_grid_have_a_gradient():
+    model = gpt("gpt2", seed=3).double().eval()
+    tokens = batch_of(model, 0)[0]
+    logits = model(tokens)
+    dy = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).double()
+    logits.backward(dy)
+    expected = {n: p.grad for n, p in model.named_parameters()}
+
+    def body(grid: Grid) -> None:
+        own = gpt("gpt2", group=grid, seed=3).double().eval()
+        found = own(tokens)
+        torch.testing.assert_close(found, logits)
+        found.backward(dy)
+        places = Placement.of(own)
+        for name, p in own.named_parameters():
+            torch.testing.assert_close(p.grad, places[name].take(expected[name]))
+
+    on_grid("2d", (2, 2), body)
