@@ -9,10 +9,12 @@ schedule of `pyops.pipeline`. `pyops.config.run_plan` makes the ParallelPlan of 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from pyops.context_parallel import METHODS
 from pyops.parallel.plan import RECOMPUTE, SCHEDULES, WITH_STAGES_PER_RANK
+from pyops.tensor_parallel.grids import MODES, grid_shape
 
 __all__ = ["SCHEDULES", "ParallelConfig"]
 
@@ -34,6 +36,8 @@ class ParallelConfig:
     Attributes:
         tp: Neighbouring ranks that cut each layer among them (tensor parallelism).
         sequence_parallel: Between the layers each of them keeps its share of the tokens only.
+        grid: How these ranks lie: "1d"; or "2d" (q x q), "2.5d" (d x q x q) or "3d" (l x l x l),
+            in which they share out every tensor, those between the layers, too.
         pp: Ranks that hold different layers (pipeline parallelism).
         dp: Models; 0: as many as there are ranks for.
         cp: Ranks that share out the tokens of each sequence (context parallelism).
@@ -54,6 +58,7 @@ class ParallelConfig:
     recompute: str = "never"
     adapt: bool = False
     memory_bytes: int = 0
+    grid: str = "1d"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "v"):
@@ -67,6 +72,7 @@ class ParallelConfig:
             ("recompute", RECOMPUTE),
             ("cp_method", METHODS),
             ("cp_order", ORDERS),
+            ("grid", ("1d", *MODES)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -78,6 +84,7 @@ class ParallelConfig:
                 f"it to {' or '.join(WITH_STAGES_PER_RANK)}"
             )
         self._check_context()
+        self._check_grid()
         if self.memory_bytes and not self.adapt:
             raise ValueError(
                 f"memory_bytes is {self.memory_bytes}, which only adapt looks at; set "
@@ -90,6 +97,23 @@ class ParallelConfig:
                         f"{name} is {getattr(self, name)!r}, but pp is 1: there is no "
                         "pipeline; set pp to 2 or more"
                     )
+
+    def _check_grid(self) -> None:
+        if self.grid == "1d":
+            return
+        grid_shape(self.tp, self.grid)
+        for name, usual, why in (
+            ("sequence_parallel", False, "shares out what is between the layers itself"),
+            ("pp", 1, "has no stages of a pipeline"),
+            ("cp", 1, "shares out whole sequences"),
+            ("adapt", False, "is not chosen by adapt"),
+        ):
+            if getattr(self, name) != usual:
+                given = json.dumps(getattr(self, name))
+                raise ValueError(
+                    f"{name} is {given}, but a grid ({self.grid}) {why}; set it to "
+                    f"{json.dumps(usual)}, or grid to 1d"
+                )
 
     def _check_context(self) -> None:
         if self.cp > 1 and self.adapt:

@@ -9,6 +9,7 @@ from pyops.comm.compression.names import parse
 from pyops.config.config_error import ConfigError
 from pyops.config.rules.asynchronous import check_asynchronous
 from pyops.config.rules.folder import check_folder
+from pyops.config.rules.grids import check_grid
 from pyops.config.rules.samples import check_elastic, check_taught
 from pyops.config.run_sections import RunSections
 from pyops.config.task_config import check_task
@@ -53,6 +54,7 @@ class Config(RunSections):
                 f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _"
             )
         check_asynchronous(self)
+        check_grid(self)
         if self.data.packing != "none" and (self.model_folder.given or self.over_samples):
             raise ValueError(
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +43,18 @@ from pyops.tensor_parallel import (
     EmbeddingConfig,
     KVCache,
     MLPConfig,
-    ParallelAttention,
-    ParallelMLP,
-    Ranks,
     RanksLike,
     RowCache,
     VocabParallelEmbedding,
     initialize_model_,
     set_dropout,
+)
+from pyops.tensor_parallel.grids import (
+    Grid,
+    GridEmbedding,
+    GridHead,
+    GridLinearConfig,
+    GridRows,
 )
 from pyops.tensor_parallel.layers.channels import inner_channels, stream
 
@@ -185,13 +190,18 @@ class GPTEmbedding(nn.Module):
     def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
-        self.token = VocabParallelEmbedding(
-            config.vocab_size, config.dim, EmbeddingConfig(seed=None), **layout.parallel
-        )
+        size = config.vocab_size, config.dim, EmbeddingConfig(seed=None)
+        self.token: nn.Module
+        self.position: nn.Module | None = None
         learned = config.positions == "learned"
-        self.position = (
-            AddedEmbedding(config.sequence_length, config.dim, layout=layout) if learned else None
-        )
+        if layout.grid is not None:
+            self.token = GridEmbedding(*size, **layout.on_blocks)
+            if learned:
+                self.position = GridRows(config.sequence_length, config.dim, **layout.on_blocks)
+        else:
+            self.token = VocabParallelEmbedding(*size, **layout.parallel)
+            if learned:
+                self.position = AddedEmbedding(config.sequence_length, config.dim, layout=layout)
         self.dropout = layout.dropout(config.dropout, config.dim)
 
     def forward(
@@ -226,7 +236,7 @@ class GPTBlock(nn.Module):
             layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
             for _ in range(2)
         )
-        self.attention = ParallelAttention(
+        self.attention = layout.self_attention(
             config.dim,
             config.num_heads,
             AttentionConfig(
@@ -240,11 +250,9 @@ class GPTBlock(nn.Module):
                 skip_bias=True,
                 seed=None,
             ),
-            **layout.parallel,
         )
-        layout.attend_over_ranks(self.attention)
         activation = ACTIVATIONS[config.activation]
-        self.mlp = ParallelMLP(
+        self.mlp = layout.block_mlp(
             config.dim,
             config.mlp_width,
             MLPConfig(
@@ -254,7 +262,6 @@ class GPTBlock(nn.Module):
                 skip_bias=True,
                 seed=None,
             ),
-            **layout.parallel,
         )
         self.dropout1, self.dropout2 = (
             layout.dropout(config.dropout, config.dim) for _ in range(2)
@@ -309,7 +316,12 @@ class GPTHead(nn.Module):
     def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.norm = layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
-        self.output = VocabularyHead(config.vocab_size, config.dim, layout=layout)
+        self.output: VocabularyHead | GridHead
+        if layout.grid is not None:
+            unset = GridLinearConfig(seed=None)
+            self.output = GridHead(config.vocab_size, config.dim, config=unset, **layout.on_blocks)
+        else:
+            self.output = VocabularyHead(config.vocab_size, config.dim, layout=layout)
 
     def forward(
         self,
@@ -334,7 +346,8 @@ class GPT(SharedRows):
         config: the shape of the model.
         group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
             this process alone: the model is whole. Tokens and results are the same on every rank,
-            and on any number of them.
+            and on any number of them. A `pyops.tensor_parallel.grids.Grid` of them cuts
+            activations, too, without sequence_parallel and context.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
         context: the ranks that share out the tokens of rows, and the method
             (`pyops.context_parallel`). They are given the same whole rows and targets; logits, and
@@ -358,7 +371,7 @@ class GPT(SharedRows):
         self,
         config: GPTConfig,
         *,
-        group: RanksLike = ALONE,
+        group: RanksLike | Grid = ALONE,
         sequence_parallel: bool = False,
         context: ContextRanks | None = None,
         order: str = "zigzag",
@@ -369,7 +382,7 @@ class GPT(SharedRows):
         super().__init__()
         self.config = config
         self.shared_rows = rows = TokenContext.of(context, order)
-        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
+        self.layout = layout = ModelLayout.of(group, sequence_parallel, device, dtype, rows)
         self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":
@@ -388,7 +401,8 @@ class GPT(SharedRows):
         )
         self.head = GPTHead(config, layout=layout)
         if config.tied_head:
-            self.head.output.tie(self.embedding.token)
+            table: Any = self.embedding.token
+            self.head.output.tie(table)
         if seed is not None:
             self.initialize(seed)
 
@@ -449,6 +463,11 @@ class GPT(SharedRows):
             raise ValueError(
                 "past is for ranks that have all tokens of a row; generate texts within "
                 "model.whole_rows()"
+            )
+        if past is not None and self.layout.grid is not None:
+            raise ValueError(
+                "past is of a model whose weights alone are cut; a grid keeps no keys: load the "
+                "checkpoint into GPT(group=...) to generate texts"
             )
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:

@@ -5,6 +5,9 @@ them between blocks.
                                  with sequence parallelism              rank 1  2 3
                                                                         rank 2  4 5
                                                                         rank 3  two rows of padding
+
+On a grid of ranks (`pyops.tensor_parallel.grids`) a rank has blocks [b, T, D / columns] of its own
+sequences.
 """
 
 from __future__ import annotations
@@ -18,15 +21,26 @@ from torch import Tensor, nn
 from pyops.flat import Placement
 from pyops.models.context import ContextCore, ContextDropout, ContextMLP, TokenContext
 from pyops.tensor_parallel import (
+    AttentionConfig,
     Dropout,
     LayerNorm,
     MLPConfig,
     ParallelAttention,
     ParallelMLP,
     Ranks,
+    RanksLike,
     RMSNorm,
 )
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
+from pyops.tensor_parallel.grids import (
+    Grid,
+    GridAttention,
+    GridDropout,
+    GridLayerNorm,
+    GridMLP,
+    GridRMSNorm,
+)
+from pyops.tensor_parallel.grids.regions import own_block, whole
 
 __all__ = ["AddedEmbedding", "ModelLayout", "Shape"]
 
@@ -47,6 +61,36 @@ class ModelLayout:
     """Of the parameters."""
     shared_rows: TokenContext | None = None
     """How ranks of context parallelism share out the tokens of rows; None: every rank has all."""
+    grid: Grid | None = None
+    """The ranks as a grid that cuts activations, too; None: they cut weights alone."""
+
+    @classmethod
+    def of(
+        cls,
+        group: RanksLike | Grid,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        shared_rows: TokenContext | None,
+    ) -> ModelLayout:
+        """Of a model that was given these arguments.
+
+        Args:
+            group: The ranks that share the layers, or a grid of them.
+            sequence_parallel, device, dtype, shared_rows: See the fields.
+
+        Raises:
+            ValueError: A grid, and another way to share out what is between the layers.
+        """
+        if not isinstance(group, Grid):
+            return cls(Ranks.of(group), sequence_parallel, device, dtype, shared_rows)
+        if sequence_parallel or shared_rows is not None:
+            what = "sequence_parallel=True" if sequence_parallel else "context"
+            raise ValueError(
+                f"the model was given a grid and {what}; a grid cuts what is between the layers "
+                f"itself: leave {what} out"
+            )
+        return cls(group.ranks, device=device, dtype=dtype, grid=group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLayout:
         return self  # a copy of a model communicates with the same ranks
@@ -72,14 +116,31 @@ class ModelLayout:
             "dtype": self.dtype,
         }
 
-    def norm(self, kind: str, dim: int, *, eps: float, bias: bool = True) -> LayerNorm | RMSNorm:
+    @property
+    def _second(self) -> str:
+        """The form of a block's second products that sends the fewest bytes; in three dimensions
+        there is no difference."""
+        return "abt" if self.grid is not None and self.grid.flat else "ab"
+
+    @property
+    def on_blocks(self) -> dict[str, Any]:
+        """The keyword arguments that all layers of a grid take."""
+        return {"grid": self.grid, "device": self.device, "dtype": self.dtype}
+
+    def norm(self, kind: str, dim: int, *, eps: float, bias: bool = True) -> nn.Module:
         """ "layernorm" or "rmsnorm"; the latter has no bias."""
+        if self.grid is not None:
+            if kind == "rmsnorm":
+                return GridRMSNorm(dim, eps=eps, **self.on_blocks)
+            return GridLayerNorm(dim, eps=eps, bias=bias, **self.on_blocks)
         if kind == "rmsnorm":
             return RMSNorm(dim, eps=eps, **self.parallel)
         return LayerNorm(dim, eps=eps, bias=bias, **self.parallel)
 
-    def dropout(self, p: float, width: int) -> Dropout:
+    def dropout(self, p: float, width: int) -> Dropout | GridDropout:
         """Of tokens as a rank holds them."""
+        if self.grid is not None:
+            return GridDropout(p, width=width, grid=self.grid)
         where: dict[str, Any] = {
             "group": self.ranks,
             "sequence_parallel": self.sequence_parallel,
@@ -87,6 +148,18 @@ class ModelLayout:
         if self.shared_rows is not None:
             return ContextDropout(p, width=width, context=self.shared_rows, **where)
         return Dropout(p, width=width, **where)
+
+    def self_attention(self, dim: int, num_heads: int, config: AttentionConfig) -> nn.Module:
+        """Of tokens as a rank holds them, to those of all ranks of context parallelism."""
+        if self.grid is not None:
+            return GridAttention(dim, num_heads, config, form=self._second, **self.on_blocks)
+        return self.attend_over_ranks(ParallelAttention(dim, num_heads, config, **self.parallel))
+
+    def block_mlp(self, dim: int, hidden: int, config: MLPConfig) -> nn.Module:
+        """Of a block, without dropout inside."""
+        if self.grid is not None:
+            return GridMLP(dim, hidden, config, form=self._second, **self.on_blocks)
+        return ParallelMLP(dim, hidden, config, **self.parallel)
 
     def attend_over_ranks(self, attention: ParallelAttention) -> ParallelAttention:
         """The same layer, which sees the tokens of all ranks of context parallelism."""
@@ -122,7 +195,11 @@ class ModelLayout:
 
     def first_token(self, x: Tensor, shape: Shape | None) -> Tensor:
         """[B, D]: the first token of each row, on every rank, of x as a rank holds it; shape: (B,
-        T). What is computed of it goes through `once`."""
+        T). What is computed of it goes through `once`. Of a grid with the padding of the width."""
+        if self.grid is not None:
+            batch = len(x) * self.grid.count(self.grid.cuts.rows) if shape is None else shape[0]
+            width = x.shape[-1] * self.grid.axes[self.grid.cuts.columns]
+            return whole(x[:, :1], self.grid, batch=batch, width=width)[:, 0]
         x = self.whole(x, self.own_shape(shape), duplicated=True)
         if self.context is None:
             return x[:, 0]
@@ -165,11 +242,15 @@ class ModelLayout:
         )
 
     def take(self, x_BTX: Tensor) -> Tensor:
-        """This rank's tokens of those that every rank has."""
+        """This rank's tokens of those that every rank has; its block on a grid."""
+        if self.grid is not None:
+            return own_block(x_BTX, self.grid)
         return scatter_tokens(x_BTX.flatten(0, 1), group=self.ranks) if self.shared else x_BTX
 
     def take_index(self, index_BT: Tensor) -> Tensor:
-        """As `take`, of whole numbers."""
+        """As `take`, of whole numbers, of which there is one for each token."""
+        if self.grid is not None:
+            return self.grid.take_rows(index_BT)
         if not self.shared:
             return index_BT
         rank, each = self.ranks.rank, self.ranks.rows_per_rank(index_BT.numel())

@@ -31,13 +31,11 @@ from pyops.models.vocabulary_head import IGNORED
 from pyops.tensor_parallel import (
     AttentionConfig,
     MLPConfig,
-    ParallelAttention,
-    ParallelMLP,
-    Ranks,
     RanksLike,
     initialize_model_,
     set_dropout,
 )
+from pyops.tensor_parallel.grids import Grid
 from pyops.tensor_parallel.layers.channels import inner_channels, stream
 
 __all__ = ["ViT", "ViTConfig"]
@@ -171,15 +169,13 @@ class ViTBlock(nn.Module):
         self.norm1, self.norm2 = (
             layout.norm("layernorm", config.dim, eps=config.norm_eps) for _ in range(2)
         )
-        self.attention = ParallelAttention(
+        self.attention = layout.self_attention(
             config.dim,
             config.num_heads,
             AttentionConfig(dropout=config.attention_dropout, skip_bias=True, seed=None),
-            **layout.parallel,
         )
-        layout.attend_over_ranks(self.attention)
         activation = ACTIVATIONS[config.activation]
-        self.mlp = ParallelMLP(
+        self.mlp = layout.block_mlp(
             config.dim,
             config.mlp_width,
             MLPConfig(
@@ -188,7 +184,6 @@ class ViTBlock(nn.Module):
                 skip_bias=True,
                 seed=None,
             ),
-            **layout.parallel,
         )
         self.dropout1, self.dropout2 = (
             layout.dropout(config.dropout, config.dim) for _ in range(2)
@@ -211,7 +206,8 @@ class ViTHead(nn.Module):
         self.output = layout.linear(config.dim, config.num_labels, per_token=False)
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
-        result: Tensor = self.output(self.layout.first_token(self.norm(x), shape))
+        first_BD = self.layout.first_token(self.norm(x), shape)[:, : self.output.in_features]
+        result: Tensor = self.output(first_BD)
         return result if shape is None else self.layout.once(result, shape)
 
 
@@ -222,7 +218,8 @@ class ViT(SharedRows):
         config: the shape of the model.
         group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
             this process alone: the model is whole. Tokens and results are the same on every rank,
-            and on any number of them.
+            and on any number of them. On a grid of them, see `GPT`, the patches' layer and the head
+            are whole on every rank.
         sequence_parallel: between blocks a rank holds its part of the tokens only.
         context: the ranks that share out the tokens of images, see `GPT`; each is given whole
             images, and computes its own patches. Logits are the same on all of them, and counted
@@ -244,7 +241,7 @@ class ViT(SharedRows):
         self,
         config: ViTConfig,
         *,
-        group: RanksLike = ALONE,
+        group: RanksLike | Grid = ALONE,
         sequence_parallel: bool = False,
         context: ContextRanks | None = None,
         order: str = "contiguous",
@@ -255,7 +252,7 @@ class ViT(SharedRows):
         super().__init__()
         self.config = config
         self.shared_rows = rows = TokenContext.of(context, order, tokens=config.num_tokens)
-        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype, rows)
+        self.layout = layout = ModelLayout.of(group, sequence_parallel, device, dtype, rows)
         self.embedding = ViTEmbedding(config, layout=layout)
         self.blocks = nn.ModuleList(
             ViTBlock(config, layout=layout) for _ in range(config.num_layers)

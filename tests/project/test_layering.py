@@ -186,7 +186,7 @@ FLOORS = {
         ["conversion", "fake_layers"],
         ["saving", "training"],
     ],
-    "tensor_parallel": [["functional"], ["layers"], ["convert"]],
+    "tensor_parallel": [["functional"], ["layers"], ["convert", "grids"]],
     "train": [
         ["host", "report", "setup", "tasks"],
         ["initial_weights", "loop"],

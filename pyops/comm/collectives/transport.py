@@ -167,44 +167,62 @@ def _others_run() -> bool:
     return False
 
 
+class _Letter:
+    """A message that is to come from a peer, and the tensor that it is copied to."""
+
+    def __init__(self, tensor: Tensor, peer: int) -> None:
+        self.tensor, self.peer, self.here = tensor, peer, False
+
+    def take(self, found: Any) -> None:
+        """Copy what came."""
+        tensor, self.here = self.tensor, True
+        if found is None:
+            raise PeerError(self.peer, "it ended")
+        if found.numel() != tensor.numel() or found.dtype != tensor.dtype:
+            sizes = f"{found.numel()} of {found.dtype} came for {tensor.numel()} of {tensor.dtype}"
+            raise PeerError(self.peer, sizes)
+        tensor.copy_(found)
+
+
 class _Mail:
-    def __init__(
-        self, receives: list[tuple[Tensor, int, queue.SimpleQueue[Any]]], timeout: float
-    ) -> None:
-        self._receives, self._timeout = receives, timeout
+    def __init__(self, transport: VirtualTransport, letters: list[_Letter]) -> None:
+        self._transport, self._letters = transport, letters
 
     def wait(self) -> None:
-        for tensor, peer, box in self._receives:
-            try:
-                found = box.get(timeout=self._timeout)
-            except queue.Empty:
-                raise PeerError(peer, f"nothing came within {self._timeout:g} s") from None
-            if found is None:
-                raise PeerError(peer, "it ended")
-            if found.numel() != tensor.numel() or found.dtype != tensor.dtype:
-                sizes = (
-                    f"{found.numel()} of {found.dtype} came for {tensor.numel()} of {tensor.dtype}"
-                )
-                raise PeerError(peer, sizes)
-            tensor.copy_(found)
+        for letter in self._letters:
+            while not letter.here:
+                self._transport.receive_next(letter.peer)
 
 
 class VirtualTransport:
     """One of n ranks that are threads of this process; `run_virtual` makes them. Messages are
-    copied when they are posted."""
+    copied when they are posted, and may be waited for in any order."""
 
     def __init__(
         self, rank: int, boxes: list[list[queue.SimpleQueue[Any]]], *, timeout: float
     ) -> None:
         self.rank, self.size = rank, len(boxes)
         self._boxes, self._timeout = boxes, timeout
+        self._due: list[deque[_Letter]] = [deque() for _ in boxes]
 
     def post(self, sends: Messages, receives: Messages) -> Pending:
         for tensor, peer in sends:
             if tensor.numel():
                 self._boxes[self.rank][peer].put(tensor.clone())
-        waiting = [(t, peer, self._boxes[peer][self.rank]) for t, peer in receives if t.numel()]
-        return _Mail(waiting, self._timeout)
+        letters = [_Letter(t, peer) for t, peer in receives if t.numel()]
+        for letter in letters:
+            self._due[letter.peer].append(letter)
+        return _Mail(self, letters)
+
+    def receive_next(self, peer: int) -> None:
+        """The message of the oldest receive from the peer that is still to come."""
+        letter = self._due[peer].popleft()
+        try:
+            found = self._boxes[peer][self.rank].get(timeout=self._timeout)
+        except queue.Empty:
+            letter.here = True
+            raise PeerError(peer, f"nothing came within {self._timeout:g} s") from None
+        letter.take(found)
 
     def end(self) -> None:
         """Tell every peer that nothing more will come."""

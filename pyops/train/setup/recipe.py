@@ -37,6 +37,7 @@ from pyops.models import GPT
 from pyops.onebit import OneBitConfig, OneBitLAMBConfig, ZeroOneConfig
 from pyops.parallel.stages.block_lists import compile_blocks
 from pyops.precision import PRECISIONS
+from pyops.tensor_parallel.grids import Grid
 
 __all__ = [
     "is_planned",
@@ -108,11 +109,11 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
     Raises:
         ConfigError: The ranks can't share the heads; or [recompute] names no module.
     """
-    later = is_planned(config)
+    later, grid = is_planned(config), config.parallel.grid
     try:
         model = GPT(
             config.model,
-            group=mesh,
+            group=mesh if grid == "1d" else Grid.of(mesh, mode=grid),
             sequence_parallel=config.parallel.sequence_parallel,
             context=ContextRanks.of(mesh, method=config.parallel.cp_method),
             order=config.parallel.cp_order,

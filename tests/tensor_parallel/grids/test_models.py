@@ -1,0 +1,187 @@
+"""GPT and ViT train on every grid as on one rank: 20 losses with dropout, the gradient's norm, and
+checkpoints that any other layout reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyops.flat import Placement
+from pyops.flat.shard import whole_of_boxes
+from pyops.models import GPT, GPTConfig, ViT, ViTConfig
+from pyops.tensor_parallel.grids import Grid
+from tests.tensor_parallel.grids.virtual_grids import Shape, on_grid
+
+pytestmark = pytest.mark.cpu_only
+
+GRIDS: list[tuple[str, Shape]] = [("2d", (2, 2)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2))]
+MORE: list[tuple[str, Shape]] = [("2d", (1, 2)), ("2d", (2, 1)), ("2.5d", (2, 1, 1))]
+STEPS = 20
+B, T = 6, 8
+GPTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"dim": 18, "hidden": 30, "dropout": 0.1, "attention_dropout": 0.1},
+    "llama": {
+        "dim": 16,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rotary",
+        "bias": False,
+        "tied_head": False,
+        "num_kv_heads": 2,
+        "hidden": 30,
+        "dropout": 0.1,
+    },
+}
+
+
+def gpt(kind: str, **where: Any) -> GPT:
+    config = GPTConfig(
+        vocab_size=23, sequence_length=T, num_layers=2, num_heads=4, head_dim=4, **GPTS[kind]
+    )
+    return GPT(config, **where)
+
+
+def vit(kind: str = "vit", **where: Any) -> ViT:
+    config = ViTConfig(
+        num_labels=5,
+        image_size=8,
+        patch_size=4,
+        num_channels=2,
+        num_layers=2,
+        num_heads=4,
+        dim=16,
+        hidden=24,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
+    return ViT(config, **where)
+
+
+def batch_of(model: GPT | ViT, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    if isinstance(model, ViT):
+        labels = torch.randint(0, 5, (B,), generator=generator)
+        noise = torch.randn(B, 2, 8, 8, generator=generator)
+        return noise + labels.view(-1, 1, 1, 1), labels
+    tokens = torch.randint(0, 23, (B, T), generator=generator) // 2
+    targets = tokens.roll(-1, 1)
+    targets[: step % B, :3] = -100  # the sequences have unequally many that count
+    return tokens, targets
+
+
+def train(model: GPT | ViT, steps: int = STEPS) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        model.set_dropout(B if isinstance(model, ViT) else (B, T), seed=5, step=step)
+        optimizer.zero_grad()
+        loss = model.loss(*batch_of(model, step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def held(model: torch.nn.Module) -> dict[str, tuple[Placement, Tensor]]:
+    places = Placement.of(model)
+    return {n: (places[n], p.detach()) for n, p in model.named_parameters() if n in places}
+
+
+def whole_models(ranks: list[dict[str, tuple[Placement, Tensor]]]) -> dict[str, Tensor]:
+    """The parameters of the first copies put together; the others must be bitwise the same."""
+    found = {}
+    for name, (place, _) in ranks[0].items():
+        parts = [rank[name] for rank in ranks]
+        first = {p.index: p.part(t) for p, t in parts if p.first}
+        assert all(torch.equal(first[p.index], p.part(t)) for p, t in parts), name
+        boxes = [(p.box, p.part(t)) for p, t in parts if p.first]
+        found[name] = whole_of_boxes(boxes, place.global_shape)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], tuple[list[float], dict[str, Tensor]]]:
+    """{(model, kind): the losses of one rank, and the model's first values}."""
+    found = {}
+    for make, kind in ((gpt, "gpt2"), (gpt, "llama"), (vit, "vit")):
+        torch.manual_seed(0)
+        model = make(kind, seed=3)
+        first = {n: p.detach().clone() for n, p in model.named_parameters()}
+        found[make.__name__, kind] = train(model), first
+    return found
+
+
+def check(alone, make, kind: str, mode: str, shape: Shape, steps: int) -> None:
+    losses, first = alone[make.__name__, kind]
+    assert losses[-1] < losses[0]
+
+    def body(grid: Grid) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
+        model = make(kind, group=grid, seed=3)
+        before = {n: (p, t.clone()) for n, (p, t) in held(model).items()}
+        return before, train(model, steps), held(model)
+
+    results = on_grid(mode, shape, body)
+    begun = whole_models([before for before, *_ in results])
+    assert all(torch.equal(begun[n], first[n]) for n in begun)
+    assert set(begun) | {"head.output.weight", "head.output.bias"} >= set(first)
+    for rank, (_, found, _) in enumerate(results):
+        assert found == results[0][1], rank  # the same bits on every rank
+        expected = torch.tensor(losses[:steps])
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
+    whole_models([after for *_, after in results])  # copies are still the same, bit for bit
+
+
+CASES = [(gpt, "gpt2"), (gpt, "llama"), (vit, "vit")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("make", "kind"), CASES)
+@pytest.mark.parametrize(("mode", "shape"), GRIDS + MORE)
+def test_models_have_the_20_losses_of_one_rank_on_every_grid(alone, mode, shape, make, kind):
+    check(alone, make, kind, mode, shape, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "make", "kind", "steps"),
+    [
+        ("2d", (2, 2), gpt, "gpt2", STEPS),
+        ("2.5d", (2, 2, 2), gpt, "gpt2", 3),
+        ("3d", (2, 2, 2), gpt, "llama", 3),
+        ("2d", (2, 2), vit, "vit", 3),
+    ],
+)
+def test_models_have_the_losses_of_one_rank(alone, mode, shape, make, kind, steps):
+    check(alone, make, kind, mode, shape, steps)
+
+
+def test_models_refuse_what_a_grid_does_not_go_with():
+    grid = Grid(None, mode="2d")
+    for make, kind in CASES:
+        with pytest.raises(ValueError, match=r"a grid and sequence_parallel=True; .* leave"):
+            make(kind, group=grid, sequence_parallel=True)
+    model = gpt("gpt2", group=grid)
+    with pytest.raises(ValueError, match="a grid keeps no keys: load the checkpoint into GPT"):
+        model(torch.zeros(1, 2, dtype=torch.int64), past=model.new_kv_caches())
+
+
+def test_logits_of_a_grid_have_a_gradient():
+    model = gpt("gpt2", seed=3).double().eval()
+    tokens = batch_of(model, 0)[0]
+    logits = model(tokens)
+    dy = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).double()
+    logits.backward(dy)
+    expected = {n: p.grad for n, p in model.named_parameters()}
+
+    def body(grid: Grid) -> None:
+        own = gpt("gpt2", group=grid, seed=3).double().eval()
+        found = own(tokens)
+        torch.testing.assert_close(found, logits)
+        found.backward(dy)
+        places = Placement.of(own)
+        for name, p in own.named_parameters():
+            torch.testing.assert_close(p.grad, places[name].take(expected[name]))
+
+    on_grid("2d", (2, 2), body)
