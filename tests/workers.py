@@ -153,7 +153,7 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
     torch.set_num_threads(1)
     Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
     with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file)
+        faulthandler.register(signal.SIGUSR2, file)
         limit = datetime.timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
@@ -271,7 +271,7 @@ class Pool:
 
     def _where(self, rank: int) -> str:
         with contextlib.suppress(ProcessLookupError, TypeError):
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
             time.sleep(0.3)
         return (
             Path(self._stacks(rank)).read_text()

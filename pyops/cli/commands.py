@@ -39,7 +39,10 @@ from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.planning import add_plan, plan
 from pyops.cli.simulate import add_arguments, report
-from pyops.cli.trials import launched, num_ranks
+from pyops.cli.trials import launched as started_by_torchrun
+from pyops.cli.trials import num_ranks
+from pyops.launch import LaunchError
+from pyops.launch.joining import launched
 
 __all__ = ["main"]
 
@@ -126,10 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["bench"]:
         return _bench(words[1:])
     given = parser.parse_args(words)
+    try:
+        if given.command in OF_RANKS:
+            launched()
+    except LaunchError as error:
+        return _fail(error)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
     if given.command == "plan" and given.measured and given.devices > 1 and num_ranks() == 1:
-        return launched(given.devices, words)
+        return started_by_torchrun(given.devices, words)
     if given.command in USES:
         return _print(USES[given.command], given)
     if given.command == "convert":
@@ -166,13 +174,14 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
             lr_range_test(load_config(config, overrides=overrides), sweep=lr_range)
             return 0
         outcome = train(load_config(config, overrides=overrides), resume=resume)
-    except (ConfigError, CorpusError, CheckpointError) as error:
+    except (ConfigError, CorpusError, CheckpointError, LaunchError) as error:
         return _fail(error)
     except KeyboardInterrupt:  # before or after the loop, which asks for a checkpoint instead
         return STOPPED + 2
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
+OF_RANKS = ("train", "generate", "eval", "compress", "plan", "doctor")
 USES = {"generate": answer, "eval": score, "compress": compressed, "plan": plan}
 
 
