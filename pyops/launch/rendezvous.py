@@ -1,5 +1,5 @@
-"""Processes that a launcher started meet in a store, torchrun's or rank 0's, in a part of it that no earlier attempt has
-written to.
+"""Processes that a launcher started meet in a store, torchrun's or rank 0's, in a part of it that
+no earlier attempt has written to.
 
     rank r   here r = its own mark ---.                                .-->  answers that
     rank 0                            reads the marks, answers each           until every rank has

@@ -51,8 +51,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(config: Config, *, resume: bool) -> None:
-    """Make the folder of the run, note the configuration and the launch's id in it; without `resume`
-    an earlier run there is moved aside."""
+    """Make the folder of the run, note the configuration and the launch's id in it; without
+    `resume` an earlier run there is moved aside."""
     folder = config.folder
     try:
         if not resume and (folder / "metrics.jsonl").exists():
