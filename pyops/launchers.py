@@ -19,7 +19,15 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["MPI", "Launch", "LaunchError", "first_host", "recognized", "started_together"]
+__all__ = [
+    "MPI",
+    "Launch",
+    "LaunchError",
+    "check_world",
+    "first_host",
+    "recognized",
+    "started_together",
+]
 
 MPI = ("Open MPI", "Hydra")
 PORTS = 20000, 12000  # the first, and how many: below those that systems hand out from 32768 on
@@ -94,6 +102,23 @@ def recognized(environment: Mapping[str, str]) -> Launch:
     if [each.launcher for each in inner[:2]] == list(MPI):
         _check_equal(*inner[:2])
     return inner[0]
+
+
+def check_world(found: Launch, world: tuple[int, int], library: str) -> None:
+    """LaunchError where the world of mpi4py is not that of the launcher.
+
+    Args:
+        found: What the launcher says.
+        world: The rank of this process and the number of ranks, as mpi4py sees them.
+        library: The name of its MPI, for the error.
+    """
+    if world != (found.rank, found.size):
+        raise LaunchError(
+            f"{found.launcher} started this process as rank {found.rank} of {found.size}, but "
+            f"mpi4py sees rank {world[0]} of {world[1]}: it found another MPI ({library}) than "
+            "that of mpirun; put the mpirun of that MPI first on the PATH, or install mpi4py for "
+            "the MPI that mpirun is of"
+        )
 
 
 def started_together(environment: Mapping[str, str]) -> tuple[str, int]:

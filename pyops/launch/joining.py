@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.launch.rendezvous import Rendezvous
-from pyops.launchers import MPI, PORTS, Launch, LaunchError, recognized
+from pyops.launchers import MPI, PORTS, Launch, LaunchError, check_world, recognized
 
 __all__ = ["join", "launched"]
 
@@ -47,11 +47,8 @@ def join(*, backend: str = "auto") -> Launch:
     if found.size == 1 or dist.is_initialized():
         return found
     if backend == "mpi":
-        from pyops.comm.mpi import init_process_group
-
-        init_process_group()
-        return found
-    if backend == "auto":
+        backend = _mpi_backend(found)
+    elif backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available() and found.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(found.local_rank)
@@ -116,7 +113,7 @@ def told_by_mpi(found: Launch, *, world: Callable[[], Any]) -> tuple[str, int] |
     if given is None:
         return None
     comm, library = given
-    check_world(found, comm, library)
+    check_world(found, (comm.Get_rank(), comm.Get_size()), library)
     own = None
     if found.rank == 0:
         host = "127.0.0.1" if found.local_size == found.size else socket.gethostname()
@@ -127,22 +124,17 @@ def told_by_mpi(found: Launch, *, world: Callable[[], Any]) -> tuple[str, int] |
     return host, port
 
 
-def check_world(found: Launch, comm: Any, library: str) -> None:
-    """LaunchError where the world of mpi4py is not that of the launcher.
+def _mpi_backend(found: Launch) -> str:
+    """The name of the backend of MPI, made known to torch, with the launcher's ranks."""
+    from pyops.comm.mpi.process_group import BACKEND, register
 
-    Args:
-        found: What the launcher says.
-        comm: MPI's world, of mpi4py.
-        library: The name of its MPI, for the error.
-    """
-    rank, size = comm.Get_rank(), comm.Get_size()
-    if (rank, size) != (found.rank, found.size):
-        raise LaunchError(
-            f"{found.launcher} started this process as rank {found.rank} of {found.size}, but "
-            f"mpi4py sees rank {rank} of {size}: it found another MPI ({library}) than that of "
-            "mpirun; put the mpirun of that MPI first on the PATH, or install mpi4py for the MPI "
-            "that mpirun is of"
-        )
+    try:
+        world = register()
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    given = _mpi_world()
+    check_world(found, (world.Get_rank(), world.Get_size()), "" if given is None else given[1])
+    return BACKEND
 
 
 def _mpi_world() -> tuple[Any, str] | None:

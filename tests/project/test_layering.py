@@ -72,7 +72,12 @@ FLOORS = {
         ["folder"],
         ["convert"],
     ],
-    "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
+    "comm": [
+        ["agreement", "broadcast", "failure"],
+        ["collectives"],
+        ["compression", "mpi"],
+        ["buckets"],
+    ],
     "compress": [
         ["folders", "steps"],
         ["settings", "use"],
