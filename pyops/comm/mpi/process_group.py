@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.mpi.transport import MPITransport, as_bytes, received, sent
+from pyops.comm.mpi.transport import YIELDS, MPITransport, as_bytes, finished, received, sent
 from pyops.torch_private import finished_work, has_backend
 
 __all__ = ["BACKEND", "MPIProcessGroup", "register"]
@@ -84,7 +84,7 @@ class _Request:
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._request is not None:
             status = _status()
-            self._request.Wait(status)
+            finished(self._request, status)
             self._source = status.Get_source()
             self._request = None
             if self._into is not None:
@@ -180,6 +180,13 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """The same: nothing is running when a call has returned."""
         self.shutdown()
 
+    def _call(self, name: str, *arguments: Any, **options: Any) -> None:
+        """A collective of MPI, to its end."""
+        if YIELDS:
+            finished(getattr(self._comm, f"I{name.lower()}")(*arguments, **options))
+        else:
+            getattr(self._comm, name)(*arguments, **options)
+
     # --- collectives
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -187,7 +194,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         for tensor in tensors:
             _in_place(
-                tensor, op, lambda x, mpi_op: self._comm.Allreduce(_in(), x, mpi_op), self.size()
+                tensor, op, lambda x, mpi_op: self._call("Allreduce", _in(), x, mpi_op), self.size()
             )
         return finished_work(tensors)
 
@@ -199,7 +206,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def call(x: Any, mpi_op: Any) -> None:
             own = self.rank() == root
-            self._comm.Reduce(_in() if own else x, x if own else None, mpi_op, root)
+            self._call("Reduce", _in() if own else x, x if own else None, mpi_op, root)
 
         for tensor in tensors:
             _in_place(tensor, opts.reduceOp, call, self.size() if self.rank() == root else 1)
@@ -209,13 +216,13 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """One rank's tensors to all."""
         for tensor in tensors:
             flat = tensor.contiguous()
-            self._comm.Bcast(as_bytes(flat), root=opts.rootRank)
+            self._call("Bcast", as_bytes(flat), root=opts.rootRank)
             _back(flat, tensor)
         return finished_work(tensors)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         flat = output.contiguous()
-        self._comm.Allgather(as_bytes(tensor.contiguous()), as_bytes(flat))
+        self._call("Allgather", as_bytes(tensor.contiguous()), as_bytes(flat))
         _back(flat, output)
         return finished_work([output])
 
@@ -228,7 +235,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for rows, tensor in zip(outputs, tensors, strict=True):
             flat = tensor.contiguous()
             all_rows = flat.new_empty((self.size(), flat.numel()))
-            self._comm.Allgather(as_bytes(flat), as_bytes(all_rows))
+            self._call("Allgather", as_bytes(flat), as_bytes(all_rows))
             for row, found in zip(rows, all_rows, strict=True):
                 row.copy_(found.view(row.shape))
         return finished_work(outputs[0] if outputs else [])
@@ -257,7 +264,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         wide = summed.float() if summed.dtype in HALVES else summed
         own = wide.new_empty(output.numel())
         with_op = _operation(op, wide)
-        self._comm.Reduce_scatter_block(_numbers(wide), _numbers(own), with_op)
+        self._call("Reduce_scatter_block", _numbers(wide), _numbers(own), with_op)
         _average(own, op, self.size())
         output.copy_(own.view(output.shape))
         return finished_work([output])
@@ -287,7 +294,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         flat = tensors[0].contiguous()
         own = self.rank() == opts.rootRank
         rows = flat.new_empty((self.size() if own else 0, flat.numel()))
-        self._comm.Gather(as_bytes(flat), as_bytes(rows) if own else None, root=opts.rootRank)
+        self._call("Gather", as_bytes(flat), as_bytes(rows) if own else None, root=opts.rootRank)
         for row, found in zip(outputs[0] if own else [], rows, strict=True):
             row.copy_(found.view(row.shape))
         return finished_work(tensors)
@@ -297,8 +304,8 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         own = self.rank() == opts.rootRank
         flat = outputs[0].contiguous()
         rows = torch.stack([each.reshape(-1) for each in inputs[0]]) if own else None
-        self._comm.Scatter(
-            None if rows is None else as_bytes(rows), as_bytes(flat), root=opts.rootRank
+        self._call(
+            "Scatter", None if rows is None else as_bytes(rows), as_bytes(flat), root=opts.rootRank
         )
         _back(flat, outputs[0])
         return finished_work(outputs)
@@ -310,7 +317,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         requests = [received(self._comm, t, rank, 1) for rank, t in enumerate(flat)]
         requests += [sent(self._comm, t, rank, 1) for rank, t in enumerate(given)]
         for request in requests:
-            request.Wait()
+            finished(request)
         for found, output in zip(flat, outputs, strict=True):
             _back(found, output)
         return finished_work(outputs)
@@ -335,7 +342,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         """All ranks have come."""
-        self._comm.Barrier()
+        self._call("Barrier")
         return finished_work([])
 
     # --- messages
@@ -385,14 +392,34 @@ def _operation(op: Any, tensor: Tensor) -> Any:
     )
 
 
-def _numbers(tensor: Tensor) -> Any:
-    return tensor.detach().view(-1).numpy()
+def _numbers(tensor: Tensor) -> list[Any]:
+    """The memory of a contiguous tensor with MPI's name of its dtype."""
+    from mpi4py import MPI
+
+    names = {
+        torch.float32: "FLOAT",
+        torch.float64: "DOUBLE",
+        torch.int8: "INT8_T",
+        torch.uint8: "UINT8_T",
+        torch.int16: "INT16_T",
+        torch.int32: "INT32_T",
+        torch.int64: "INT64_T",
+        torch.bool: "C_BOOL",
+        torch.complex64: "C_FLOAT_COMPLEX",
+        torch.complex128: "C_DOUBLE_COMPLEX",
+    }
+    if tensor.dtype not in names:
+        raise ValueError(
+            f"MPI has no reduction of {tensor.dtype}; convert it to {', '.join(map(str, names))}, "
+            "or a 16-bit float"
+        )
+    return [as_bytes(tensor), getattr(MPI, names[tensor.dtype])]
 
 
 def _in_place(tensor: Tensor, op: Any, call: Callable[[Any, Any], None], size: int) -> None:
     """Reduce a tensor in place by `call`, of its numbers and MPI's operation; `size` divides an
     average."""
-    as_bytes(tensor.new_empty(0))  # refuses other devices
+    as_bytes(tensor)  # refuses other devices
     flat = tensor.contiguous()
     wide = flat.float() if flat.dtype in HALVES else flat
     call(_numbers(wide), _operation(op, wide))

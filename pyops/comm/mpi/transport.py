@@ -3,21 +3,36 @@ pyops.comm is written against.
 
 mpi4py lets other threads of Python run while a call waits. MPI itself must allow calls of several
 threads: pyops sends asynchronous collectives from one of its own.
+
+An MPI waits in a loop that takes a whole core. Where the ranks of a host are more than its cores,
+waits therefore sleep between looks, which costs up to a millisecond each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyops.comm.failure import PeerError
 
-__all__ = ["MPITransport", "Requests", "as_bytes", "received", "sent", "tag_of"]
+__all__ = [
+    "MPITransport",
+    "Requests",
+    "as_bytes",
+    "finished",
+    "received",
+    "sent",
+    "shares_cores",
+    "tag_of",
+]
 
 TAGS = 32749  # a prime below 32767, the least that an MPI has to allow
+LOOKS = 100  # without a pause
+PAUSES = 2e-5, 1e-3  # seconds, the first and the longest
 Messages = Sequence[tuple[Tensor, int]]
 
 
@@ -26,18 +41,56 @@ def tag_of(tag: int) -> int:
     return tag % TAGS
 
 
+def shares_cores(environment: Mapping[str, str], cores: int) -> bool:
+    """Whether waits are to leave their core to others.
+
+    Args:
+        environment: Of the process: torchrun's LOCAL_WORLD_SIZE, or PYOPS_MPI_YIELD, 1 or 0.
+        cores: That the process may use.
+    """
+    if (wanted := environment.get("PYOPS_MPI_YIELD", "")) in ("0", "1"):
+        return wanted == "1"
+    ranks = environment.get("LOCAL_WORLD_SIZE", "")
+    return ranks.isdigit() and int(ranks) > cores
+
+
+YIELDS = shares_cores(os.environ, len(os.sched_getaffinity(0)))
+
+
+def finished(request: Any, status: Any = None) -> None:
+    """Wait for a request of mpi4py.
+
+    Args:
+        request: The request.
+        status: Gets the source of a message, where given.
+    """
+    if not YIELDS:
+        request.Wait(status)
+        return
+    looks, pause = 0, PAUSES[0]
+    while not request.Test(status):
+        looks += 1
+        if looks > LOOKS:
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+
+
 def as_bytes(tensor: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor, as NumPy's bytes.
+    """The memory of a contiguous CPU tensor, as mpi4py takes it, by its address: a NumPy array over
+    it would forbid for ever to resize it.
 
     Raises:
         ValueError: The tensor is on another device.
     """
+    from mpi4py import MPI
+
     if tensor.device.type != "cpu":
         raise ValueError(
             f"the backend of MPI carries CPU tensors, got one on {tensor.device}; move it to the "
             "CPU, or use NCCL for it"
         )
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    memory = getattr(MPI, "buffer", None) or MPI.memory  # the older name
+    return memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class Requests:
@@ -50,7 +103,7 @@ class Requests:
         """Return when all are done. PeerError names a rank that failed."""
         for request, peer in self._requests:
             try:
-                request.Wait()
+                finished(request)
             except Exception as error:  # mpi4py's own, which need not be imported for this
                 raise PeerError(peer, error) from error
         self._requests, self._tensors = [], []
