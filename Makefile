@@ -1,6 +1,7 @@
 # For people: each target does all of its set-up on a machine that has python3 >= 3.10 and a C++ compiler.
 #   make train   build, then train a GPT on the Python standard library's sources over two processes
 #   make test    build, then run the tests, in one process more than there are cores; make test-full runs the grids whose cut stands among them
+#   make cluster  build, then run the tests that start real launchers: mpirun, torchrun, Slurm from packages of apt
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff, mypy and clang-format
 #   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
@@ -27,7 +28,7 @@ WORKERS  ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) 
 PARALLEL ?= -n $(WORKERS) --dist loadfile
 SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test test-full bench lint docs wheel rehearse race gpu clean
+.PHONY: train test test-full cluster bench lint docs wheel rehearse race gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -40,6 +41,9 @@ test: $(VENV)/.built
 test-full: $(VENV)/.built
 	$(BIN)/python -m tests.byte_code
 	$(BIN)/python -m pytest tests -m full $(PARALLEL)
+
+cluster: $(VENV)/.cluster
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m cluster
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pyops bench
@@ -91,6 +95,10 @@ $(VENV)/.lint: $(VENV)/.built
 $(VENV)/.docs: $(VENV)/.built
 	$(PIP) --no-build-isolation -e ".[docs]"
 	$(BYTE_CODE)
+	touch $@
+
+$(VENV)/.cluster: $(VENV)/.built
+	$(PIP) --no-build-isolation -e ".[mpi]" mpich
 	touch $@
 
 clean:

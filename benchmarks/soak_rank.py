@@ -18,8 +18,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from pyops.config import load_config
+from pyops.launch import rendezvous
 from pyops.train import train
-from pyops.train.host import rendezvous
 
 __all__ = ["begin"]
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyops.failure import naming_lost_ranks
+from pyops.launchers import started_together
 
 __all__ = [
     "ALONE",
@@ -120,14 +121,14 @@ def check_initialized(who: str, group: ProcessGroupLike = None) -> None:
     """
     if torch.compiler.is_compiling() or group is not None or dist.is_initialized():
         return
-    size = os.environ.get("WORLD_SIZE", "")
-    if size.isdigit() and int(size) > 1 and not _alone.get():
+    name, size = started_together(os.environ)
+    if size > 1 and not _alone.get():
         raise ValueError(
             f"{who}: torch.distributed is not initialised, but the environment has "
-            f"WORLD_SIZE={size}, so this is one of {size} "
+            f"{name}={size}, so this is one of {size} "
             "ranks, each of which would work alone; call "
-            "torch.distributed.init_process_group() first, or, where this process "
-            "is meant to be alone, start it without WORLD_SIZE in its environment, or "
+            "torch.distributed.init_process_group() or pyops.launch.join() first, or, where this "
+            f"process is meant to be alone, start it without {name} in its environment, or "
             "use pyops.mesh.alone()"
         )
 

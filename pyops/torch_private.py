@@ -32,10 +32,12 @@ __all__ = [
     "constant_in_graphs",
     "default_store",
     "disable_dynamo",
+    "finished_work",
     "forward_pre_hooks",
     "graph_task_id",
     "group_store",
     "group_timeout",
+    "has_backend",
     "has_dispatch_kernel",
     "has_hooks",
     "in_autograd_node",
@@ -285,6 +287,19 @@ def set_timeout(options: Any, timeout: datetime.timedelta) -> None:
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     """Set the timeout of collectives of a group that exists."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def finished_work(result: Any) -> Any:
+    """What a collective of a process group in Python returns, when it is done."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    make: Any = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+    return make(future)
+
+
+def has_backend(name: str) -> bool:
+    """Whether torch.distributed knows a backend that was registered under this name."""
+    return name.upper() in dist.Backend._plugins
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:

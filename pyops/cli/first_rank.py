@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from datetime import timedelta
 
 __all__ = ["is_first_rank", "print_error"]
 
+LEAD = 1.0  # seconds that rank 0 has to print under a launcher without a store
 LIMIT = timedelta(seconds=10)  # that the other ranks wait for rank 0, which may not have failed
 
 
@@ -29,11 +31,10 @@ def print_error(error: object) -> None:
     first = is_first_rank()
     if first:
         print(f"pyops: {error}", file=sys.stderr, flush=True)
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and not _printed(first)
-        and not first
-    ):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if not first:  # mpirun and srun may end rank 0 as soon as this one has ended
+            time.sleep(LEAD)
+    elif not _printed(first) and not first:
         print(f"pyops: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
 
 

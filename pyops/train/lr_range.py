@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyops.config import Config, ConfigError
+from pyops.launch.joining import launched
 from pyops.optim.lr_scheduler import LRRangeTest, steepest
 from pyops.train.host.ranks import joined_ranks
 from pyops.train.host.run_folder import only_run_in
@@ -50,6 +51,7 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
     config = dataclasses.replace(
         config, name=name, train=dataclasses.replace(config.train, num_steps=steps)
     )
+    launched()
     config, _ = adapted(config, started_ranks(), idle=False)
     with (
         joined_ranks(config.train) as device,

@@ -14,7 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pyops.comm.agreement import gather
 from pyops.config import Config
+from pyops.launch.joining import launched
+from pyops.launch.requeue import requeue
 from pyops.train.host.memory import check_memory
 from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
 from pyops.train.host.run_folder import continues, finished, only_run_in
@@ -32,8 +35,8 @@ __all__ = ["train"]
 def train(config: Config, *, resume: bool = False) -> Outcome:
     """Train as `config` says; outputs go to config.folder.
 
-    Runs alone, or as one of the ranks that torchrun started. When torchrun starts the ranks again,
-    they go on by themselves.
+    Runs alone, or as one of the ranks that torchrun, mpirun or srun started (see
+    `pyops.launch.join`). When torchrun or Slurm starts the ranks again, they go on by themselves.
 
     Args:
         config: The run's configuration.
@@ -46,7 +49,9 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     Raises:
         ConfigError, CorpusError, CheckpointError: On every rank alike, for what the user can put
             right.
+        LaunchError: Variables of launchers that contradict one another.
     """
+    launched()
     config, chosen = adapted(config, started_ranks(), idle=not dist.is_initialized())
     if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
         return Outcome(0, None, None, 0, stand_by())
@@ -61,18 +66,34 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
             loop.display.note(f"{chosen.reason}{trouble_ahead()}")
         if loop.training.is_over:
             loop.display.note(_already_finished(config, loop.training.num_steps))
+        first_step = loop.training.step
         try:
             with request:
                 stopped = loop.run(request)
         except BaseException:
             loop.checkpoints.close()
             raise
-        # Another rank may have been sent the signal; which one it was is not known here.
-        request.number = request.number or signal.SIGTERM if stopped else 0
+        request.number = _first_signal(request.number) if stopped else 0
         outcome = loop.finish(stopped_by=request.number)
         if loop.rank == 0 and not stopped:
             finished(config.folder)
+        if stopped and not loop.training.is_over:
+            _go_on_later(loop, request.number, progressed=loop.training.step > first_step)
         return outcome
+
+
+def _first_signal(number: int) -> int:
+    """This rank's signal, or that of the first rank that was sent one. A collective."""
+    numbers = gather(number)
+    return number or next((each for each in numbers if each), int(signal.SIGTERM))
+
+
+def _go_on_later(loop: TrainingLoop, number: int, *, progressed: bool) -> None:
+    """Have Slurm start a run again that a signal ended, once all ranks have written their part of
+    the checkpoint: Slurm ends what is left of the job at once."""
+    gather(None)
+    if loop.rank == 0 and (told := requeue(number, progressed=progressed)):
+        loop.display.note(told)
 
 
 def _make_loop(config: Config, *, device: torch.device, resume: bool) -> TrainingLoop:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
 LAYERS = [
-    ["protocols", "renamed", "torch_private", "name_patterns"],
+    ["protocols", "renamed", "torch_private", "name_patterns", "launchers"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
     ["ops", "failure", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
@@ -43,7 +43,7 @@ LAYERS = [
     ["models", "data", "sandblaster"],
     ["hub", "elastic", "distill", "pruning", "quantized", "token_data"],
     ["adapters", "parallel"],
-    ["plan"],
+    ["plan", "launch"],
     ["hf", "config", "train", "compress", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
@@ -72,7 +72,12 @@ FLOORS = {
         ["folder"],
         ["convert"],
     ],
-    "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
+    "comm": [
+        ["agreement", "broadcast", "failure"],
+        ["collectives"],
+        ["compression", "mpi"],
+        ["buckets"],
+    ],
     "compress": [
         ["folders", "steps"],
         ["settings", "use"],

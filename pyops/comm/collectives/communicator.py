@@ -31,7 +31,7 @@ from pyops.comm.collectives.shared_memory import (
     SharedMemory,
     Unavailable,
 )
-from pyops.comm.collectives.transport import ProcessGroupTransport, exchange_bytes
+from pyops.comm.collectives.transport import exchange_bytes, transport_of
 from pyops.comm.collectives.work import StreamWork, Work, Worker
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
 from pyops.failure import naming_lost_ranks
@@ -78,7 +78,7 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.transport = ProcessGroupTransport(group)
+        self.transport = transport_of(group)
         self.worker = Worker(f"pyops collectives of {group.group_name}")
         self.sequence = 0  # collectives called so far; equal on all ranks
         self._current = 0  # the one that runs
@@ -145,7 +145,7 @@ class Communicator:
         What a backend's own collective sends is not told: its tensors count as if it were two
         shots.
         """
-        return self.transport.bytes_sent + self._uncounted
+        return int(self.transport.bytes_sent) + self._uncounted
 
     def count(self, nbytes: float) -> None:
         """Add what goes another way than `transport`."""

@@ -39,6 +39,7 @@ __all__ = [
     "exchange_bytes",
     "run_staggered",
     "run_virtual",
+    "transport_of",
 ]
 
 Messages = Sequence[tuple[Tensor, int]]  # (flat contiguous tensor, group rank)
@@ -133,6 +134,12 @@ class ProcessGroupTransport:
             return [(work, first_peer) for work in dist.batch_isend_irecv(operations)]
         except RuntimeError as error:
             raise PeerError(first_peer, error) from error
+
+
+def transport_of(group: dist.ProcessGroup) -> Any:
+    """The transport of a group: its own, where it has one (`pyops.comm.mpi`)."""
+    own = getattr(group, "transport", None)
+    return ProcessGroupTransport(group) if own is None else own()
 
 
 @cache

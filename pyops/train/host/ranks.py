@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import ConfigError, TrainConfig
-from pyops.train.host.rendezvous import Rendezvous
+from pyops.launch.rendezvous import Rendezvous
 
 __all__ = ["StopRequest", "fix_products", "joined_ranks", "stand_by"]
 
@@ -106,8 +106,11 @@ def _deterministic() -> Iterator[None]:
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C ask for a checkpoint and an end; the loop looks at `number` once in a
-    step."""
+    """SIGTERM, Ctrl-C and SIGUSR1, by which Slurm tells that the time limit is near, ask for a
+    checkpoint and an end; the loop looks at `number` once in a step. Only the first signal
+    counts."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.number = 0
@@ -118,9 +121,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {
-                n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)
-            }
+            self._before = {n: signal.signal(n, self._note) for n in self.NUMBERS}
         return self
 
     def __exit__(self, *_: object) -> None:

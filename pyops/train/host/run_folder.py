@@ -1,5 +1,5 @@
 """The folder of a run: one run at a time writes to it, and an earlier one is moved aside, but when
-torchrun starts the same run again: that goes on."""
+torchrun or Slurm starts the same run again: that goes on."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(config: Config, *, resume: bool) -> None:
-    """Make the folder of the run, note the configuration and torchrun's id in it; without `resume`
-    an earlier run there is moved aside."""
+    """Make the folder of the run, note the configuration and the launch's id in it; without
+    `resume` an earlier run there is moved aside."""
     folder = config.folder
     try:
         if not resume and (folder / "metrics.jsonl").exists():
@@ -63,7 +63,7 @@ def prepare_folder(config: Config, *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(asdict(config), indent=2))
         finished(folder)
-        if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
+        if (name := _launch_id()) is not None:
             (folder / MARK).write_text(name)
     except OSError as error:
         raise ConfigError(
@@ -73,17 +73,25 @@ def prepare_folder(config: Config, *, resume: bool) -> None:
 
 
 def continues(folder: Path) -> bool:
-    """Whether it is this torchrun's run that lies in `folder`, so that its processes were started
-    again. A collective.
+    """Whether it is this launch's run that lies in `folder`, torchrun's or that of Slurm's job, so
+    that its processes were started again. A collective.
 
     How often an agent of torchrun has restarted doesn't say it: that differs between agents, and is
     0 for a new one. The id of the run does; where it has none, at least one agent has to have
     restarted.
     """
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    name = _launch_id()
     restarts = max(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
     found = on_first_rank(lambda: _read(folder / MARK))
     return name is not None and found == name and (name != UNNAMED or restarts > 0)
+
+
+def _launch_id() -> str | None:
+    """torchrun's id of the run, or Slurm's of the job, which a requeued job keeps."""
+    if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
+        return name
+    job = os.environ.get("SLURM_JOB_ID")
+    return None if job is None else f"job {job} of Slurm"
 
 
 def _read(path: Path) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pyops.train.host.rendezvous import Rendezvous
+from pyops.launch.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.cpu_only
 
@@ -83,11 +83,11 @@ def test_who_does_not_come_is_named():
         *[lambda r=r: Rendezvous(dist.HashStore(), rank=r, size=3, timeout=soon) for r in (0, 1)]
     )
     assert [type(error) for error in both] == [TimeoutError, TimeoutError]
-    assert "rank 0 of 3 waited for ranks 1, 2 in torchrun's store" in str(both[0])
+    assert "rank 0 of 3 waited for ranks 1, 2 where they meet" in str(both[0])
     assert "rank 1 of 3 waited for rank 0" in str(both[1])
     store = dist.HashStore()
     some = together(*[lambda r=r: Rendezvous(store, rank=r, size=3, timeout=soon) for r in (0, 1)])
-    assert "rank 0 of 3 waited for rank 2 in" in str(some[0])
+    assert "rank 0 of 3 waited for rank 2 where" in str(some[0])
 
 
 def test_those_who_wait_hear_of_the_end():

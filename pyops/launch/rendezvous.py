@@ -1,5 +1,5 @@
-"""Processes that torchrun started meet in its store, in a part of it that no earlier attempt has
-written to.
+"""Processes that a launcher started meet in a store, torchrun's or rank 0's, in a part of it that
+no earlier attempt has written to.
 
     rank r   here r = its own mark ---.                                .-->  answers that
     rank 0                            reads the marks, answers each           until every rank has
@@ -14,6 +14,7 @@ go: each counts its own.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+
+from pyops.launchers import LaunchError
 
 __all__ = ["Rendezvous"]
 
@@ -55,10 +58,32 @@ class Rendezvous:
         self.store = dist.PrefixStore(f"attempt {name}", given)
 
     @classmethod
-    def of_environment(cls) -> Rendezvous:
-        """As torchrun's variables say."""
-        given, rank, size = next(iter(rendezvous("env://")))
-        return cls(given, rank=rank, size=size)
+    def of_environment(cls, *, timeout: timedelta = TIMEOUT) -> Rendezvous:
+        """As torchrun's variables say.
+
+        Args:
+            timeout: How long to wait for the host where the ranks meet, and for each other.
+
+        Raises:
+            LaunchError: The host is not reached, or its port is taken; the error names both.
+        """
+        host, port = (os.environ.get(f"MASTER_{each}", "") for each in ("ADDR", "PORT"))
+        try:
+            given, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        except dist.DistError as error:
+            rank_text = os.environ.get("RANK", "?")
+            if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+                raise LaunchError(
+                    f"rank {rank_text} wanted to wait for the others on port {port} (MASTER_PORT), "
+                    "which another process has; set MASTER_PORT to another number on all ranks"
+                ) from None
+            raise LaunchError(
+                f"rank {rank_text} did not reach {host}:{port} (MASTER_ADDR, MASTER_PORT), where "
+                f"the ranks meet, within {timeout.total_seconds():g} s: {_first_line(error)}; does "
+                "rank 0 run there, is that the address of the network between the hosts, and is "
+                "the port open?"
+            ) from None
+        return cls(given, rank=rank, size=size, timeout=timeout)
 
     def _answer(self, shared: dist.Store, name: str) -> None:
         """Answer every rank's mark, also a second one: the first may have been that of a process
@@ -83,7 +108,7 @@ class Rendezvous:
     def _pause(self, whom: str) -> None:
         if time.monotonic() > self._deadline:
             raise TimeoutError(
-                f"rank {self.rank} of {self.size} waited for {whom} in torchrun's store; "
+                f"rank {self.rank} of {self.size} waited for {whom} where they meet; "
                 "did all ranks start?"
             )
         time.sleep(LOOK_EVERY)
@@ -114,3 +139,7 @@ class Rendezvous:
                 f"rank {self.rank} had no part in the work, and who did is gone: {error}"
             ) from None
         return number
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

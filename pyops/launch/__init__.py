@@ -1,0 +1,16 @@
+"""Several processes as one run: started by torchrun, mpirun, srun or a cluster's manager, joined,
+stopped in time, and looked over.
+
+| file | what it does |
+|---|---|
+| joining.py | join: which rank this process is, and the process group |
+| rendezvous.py | the ranks of one attempt meet in a store |
+| requeue.py | Slurm starts a run again that its time limit or a preemption has ended |
+| texts.py, starting.py | what `pyops launch` writes, and starts |
+| facts.py, doctor.py | what `pyops doctor` asks of every rank, and what it finds |
+"""
+
+from pyops.launch.joining import join
+from pyops.launchers import Launch, LaunchError, recognized
+
+__all__ = ["Launch", "LaunchError", "join", "recognized"]

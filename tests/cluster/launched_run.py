@@ -1,0 +1,23 @@
+"""A rank of a tiny run, whichever launcher started it: `python -m tests.cluster.launched_run CONFIG
+[MILLISECONDS]`, with so long a pause after each step."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from pyops.cli.commands import main
+from pyops.train import TextTraining
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    inner = TextTraining.train_step
+
+    def pausing(self, **given):
+        time.sleep(int(sys.argv[2]) / 1000 if len(sys.argv) > 2 else 0)
+        return inner(self, **given)
+
+    TextTraining.train_step = pausing
+    sys.exit(main(["train", sys.argv[1]]))
