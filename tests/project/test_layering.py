@@ -24,7 +24,7 @@ PACKAGE = ROOT / "pyops"
 LAYERS = [
     ["protocols", "renamed", "torch_private", "name_patterns"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
-    ["ops", "failure", "host_heap", "host_memory"],
+    ["ops", "failure", "flight_record", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
@@ -43,7 +43,7 @@ LAYERS = [
     ["models", "data"],
     ["hub", "elastic", "distill", "pruning", "quantized"],
     ["adapters", "parallel"],
-    ["plan"],
+    ["plan", "observe"],
     ["hf", "config", "train", "compress", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
@@ -118,6 +118,7 @@ FLOORS = {
         ["classifier"],
         ["generation"],
     ],
+    "observe": [["flight"]],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],
