@@ -1,4 +1,5 @@
-"""The command `pyops`: train, generate, eval, compress, plan, convert, simulate, bench, env.
+"""The command `pyops`: train, generate, eval, compress, plan, flight, replay, convert, simulate,
+bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
@@ -9,6 +10,8 @@
                                                   which layout for a model on a cluster, and why
     pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
                                                           the layout that it has on 1 ... N ranks
+    pyops flight FOLDER            which rank of a run waits for which, in which call, and where
+    pyops replay CONFIG.toml STEP                   the rows on which a run's loss stood out
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
                                                a checkpoint and one safetensors file, both ways
     pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]
@@ -37,6 +40,7 @@ import pyops
 from pyops.cli.compressing import add_compress, compressed
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
+from pyops.cli.observing import add_flight, add_replay, flight, replay
 from pyops.cli.planning import add_plan, plan
 from pyops.cli.simulate import add_arguments, report
 from pyops.cli.trials import launched, num_ranks
@@ -85,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("compress", help="a folder's model becomes smaller, step by step")
     )
     add_plan(commands.add_parser("plan", help="which layout for a model on a cluster, and why"))
+    add_flight(commands.add_parser("flight", help="who waits for whom in a run's collectives"))
+    add_replay(commands.add_parser("replay", help="the rows on which a run's loss stood out"))
     convert = commands.add_parser(
         "convert", help="between checkpoints, Hugging Face folders and safetensors files"
     )
@@ -173,7 +179,14 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
-USES = {"generate": answer, "eval": score, "compress": compressed, "plan": plan}
+USES = {
+    "generate": answer,
+    "eval": score,
+    "compress": compressed,
+    "plan": plan,
+    "flight": flight,
+    "replay": replay,
+}
 
 
 def _print(use: Callable[[argparse.Namespace], str], given: argparse.Namespace) -> int:

@@ -29,6 +29,7 @@ from pyops.config import Config, ConfigError
 from pyops.train.host.ranks import StopRequest
 from pyops.train.host.run_folder import prepare_folder
 from pyops.train.report.display import Display
+from pyops.train.report.goodput import Goodput
 from pyops.train.report.metrics import MetricsLog
 from pyops.train.report.outcome import Outcome
 from pyops.train.setup.state import read
@@ -205,12 +206,14 @@ class TrainingLoop:
         if latest is not None:
             self.restore(latest)
         self.log: MetricsLog | None = None
+        self.goodput: Goodput | None = None
         if self.rank == 0:
             self.log = MetricsLog(
                 config.folder,
                 first_step=self.training.step,
                 tensorboard=config.train.tensorboard,
             )
+            self.goodput = Goodput(config.folder, self.log.rows, resumed=latest is not None)
         self.display = Display(
             config.name,
             num_steps=self.training.num_steps,
@@ -247,6 +250,8 @@ class TrainingLoop:
 
     def write(self, row: Row, *, tensorboard: bool = True) -> None:
         """Show the metrics of a step, and append them to the log."""
+        if self.goodput is not None:
+            row = {**row, **self.goodput.step(row)}
         self.display.step(row)
         if self.log is None:
             return

@@ -84,7 +84,14 @@ FLOORS = {
     ],
     "config": [
         ["config_error"],
-        ["distill_config", "folder_config", "parallel_config", "task_config", "training_sections"],
+        [
+            "distill_config",
+            "folder_config",
+            "observe_config",
+            "parallel_config",
+            "task_config",
+            "training_sections",
+        ],
         ["run_sections"],
         ["run_plan"],
         ["rules"],
@@ -118,7 +125,7 @@ FLOORS = {
         ["classifier"],
         ["generation"],
     ],
-    "observe": [["flight"]],
+    "observe": [["flight", "page", "profile", "replicas", "spikes", "stragglers", "trackers"]],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],
