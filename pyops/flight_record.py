@@ -121,6 +121,7 @@ class FlightRecord:
     Attributes:
         waited: Seconds that the thread which made this spent within collectives so far.
         thread: The number of that thread.
+        on_wait: Called with True where that thread begins to wait, and with False where it ends.
         oldest: When the oldest call that has not ended began, by time.monotonic; None: there is
             none.
 
@@ -136,6 +137,7 @@ class FlightRecord:
         self.folder, self.rank, self.size = Path(folder), rank, size
         self.path = self.folder / f"rank{rank}.flight"
         self.waited, self.thread = 0.0, threading.get_ident()
+        self.on_wait: Callable[[bool], None] | None = None
         self._entries, self._index = entries, 0
         self._lock = threading.Lock()
         self._groups: dict[Any, int] = {}
@@ -487,10 +489,14 @@ def waiting(record: FlightRecord | None) -> Iterator[None]:
         yield
         return
     begun = time.monotonic()
+    if record.on_wait is not None:
+        record.on_wait(True)
     try:
         yield
     finally:
         record.waited += time.monotonic() - begun
+        if record.on_wait is not None:
+            record.on_wait(False)
 
 
 def run_noted(

@@ -1,5 +1,5 @@
-"""The command `pyops`: train, generate, eval, compress, plan, flight, replay, convert, simulate,
-bench, env.
+"""The command `pyops`: train, generate, eval, compress, plan, profile, flight, replay, convert,
+simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
@@ -10,6 +10,7 @@ bench, env.
                                                   which layout for a model on a cluster, and why
     pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...
                                                           the layout that it has on 1 ... N ranks
+    pyops profile CONFIG.toml [--steps N] [--depth N] [--trace FILE]        the parts of a step
     pyops flight FOLDER            which rank of a run waits for which, in which call, and where
     pyops replay CONFIG.toml STEP                   the rows on which a run's loss stood out
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
@@ -42,6 +43,7 @@ from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.observing import add_flight, add_replay, flight, replay
 from pyops.cli.planning import add_plan, plan
+from pyops.cli.profiling import add_profile, profile
 from pyops.cli.simulate import add_arguments, report
 from pyops.cli.trials import launched, num_ranks
 
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("compress", help="a folder's model becomes smaller, step by step")
     )
     add_plan(commands.add_parser("plan", help="which layout for a model on a cluster, and why"))
+    add_profile(commands.add_parser("profile", help="where a step of a run spends its time"))
     add_flight(commands.add_parser("flight", help="who waits for whom in a run's collectives"))
     add_replay(commands.add_parser("replay", help="the rows on which a run's loss stood out"))
     convert = commands.add_parser(
@@ -184,6 +187,7 @@ USES = {
     "eval": score,
     "compress": compressed,
     "plan": plan,
+    "profile": profile,
     "flight": flight,
     "replay": replay,
 }
