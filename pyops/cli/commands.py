@@ -1,5 +1,5 @@
-"""The command `pyops`: train, generate, eval, compress, plan, profile, flight, replay, convert,
-simulate, bench, env.
+"""The command `pyops`: train, generate, eval, compress, plan, profile, flight, replay, page,
+convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops generate FOLDER --prompt TEXT [--chat] [--max-new-tokens N] [--temperature T] [--tp N]
@@ -13,6 +13,7 @@ simulate, bench, env.
     pyops profile CONFIG.toml [--steps N] [--depth N] [--trace FILE]        the parts of a step
     pyops flight FOLDER            which rank of a run waits for which, in which call, and where
     pyops replay CONFIG.toml STEP                   the rows on which a run's loss stood out
+    pyops page FOLDER                                                  a run's curves as run.html
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
                                                a checkpoint and one safetensors file, both ways
     pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]
@@ -41,7 +42,7 @@ import pyops
 from pyops.cli.compressing import add_compress, compressed
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
-from pyops.cli.observing import add_flight, add_replay, flight, replay
+from pyops.cli.observing import add_flight, add_page, add_replay, flight, page, replay
 from pyops.cli.planning import add_plan, plan
 from pyops.cli.profiling import add_profile, profile
 from pyops.cli.simulate import add_arguments, report
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_profile(commands.add_parser("profile", help="where a step of a run spends its time"))
     add_flight(commands.add_parser("flight", help="who waits for whom in a run's collectives"))
     add_replay(commands.add_parser("replay", help="the rows on which a run's loss stood out"))
+    add_page(commands.add_parser("page", help="a run's curves on one page, run.html"))
     convert = commands.add_parser(
         "convert", help="between checkpoints, Hugging Face folders and safetensors files"
     )
@@ -190,6 +192,7 @@ USES = {
     "profile": profile,
     "flight": flight,
     "replay": replay,
+    "page": page,
 }
 
 

@@ -1,5 +1,5 @@
-"""`pyops flight` and `pyops replay`: who waits for whom in a run, and the batch on which its loss
-stood out.
+"""`pyops flight`, `pyops replay` and `pyops page`: who waits for whom in a run, the batch on which
+its loss stood out, and all of it on a page.
 
     $ pyops flight runs/small
     2 of 2 ranks left a record
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["add_flight", "add_replay", "flight", "replay"]
+__all__ = ["add_flight", "add_page", "add_replay", "flight", "page", "replay"]
 
 SHOWN = 60  # characters of a row's text
 
@@ -45,6 +45,33 @@ def flight(given: argparse.Namespace) -> str:
     try:
         return explain(read_records(given.folder))
     except FlightError as error:
+        raise ConfigError(str(error)) from None
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `pyops page`."""
+    parser.add_argument("folder", metavar="FOLDER", help="of a run, which may still go on")
+
+
+def page(given: argparse.Namespace) -> str:
+    """What `pyops page` prints: where it wrote the page.
+
+    Args:
+        given: The arguments.
+
+    Raises:
+        ConfigError: The folder is not one of a run, or can't be written.
+    """
+    from pyops.config import ConfigError
+    from pyops.observe.page import write_page
+
+    try:
+        return str(write_page(given.folder))
+    except OSError as error:
+        raise ConfigError(
+            f"{given.folder}/run.html can't be written: {error.strerror or error}"
+        ) from None
+    except ValueError as error:
         raise ConfigError(str(error)) from None
 
 

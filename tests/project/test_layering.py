@@ -125,7 +125,7 @@ FLOORS = {
         ["classifier"],
         ["generation"],
     ],
-    "observe": [["flight", "page", "profile", "replicas", "spikes", "stragglers", "trackers"]],
+    "observe": [["flight", "profile", "replicas", "spikes", "stragglers", "trackers"], ["page"]],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],
