@@ -59,8 +59,11 @@ class Entry:
     state: int
     """RUNNING, FINISHED or FAILED."""
     op: str
+    """The operation: "all_reduce"."""
     dtype: str
+    """"" where ranks may differ."""
     label: str
+    """What the call was for: the bucket."""
     place: str
     """The line of the user's program."""
 
@@ -83,9 +86,13 @@ class RankRecord:
     """What one rank left."""
 
     rank: int
+    """Whose record it is."""
     size: int
+    """How many ranks there are."""
     host: str
+    """Its name."""
     pid: int
+    """The number of the process there."""
     life: int
     """RUNNING, FINISHED or FAILED, as the process itself said last."""
     seen: float
