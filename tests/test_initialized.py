@@ -48,6 +48,7 @@ from pyops.models import (
     ViT,
     ViTConfig,
 )
+from pyops.observe import compare_replicas
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.plan import ImageShape, ModelShape, measure_blocks, measure_layers
@@ -150,6 +151,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "mesh.Mesh": lambda: Mesh(Axes()),
     "mesh.check_initialized": lambda: check_initialized("this"),
     "mesh.resolve": lambda: resolve(None, "this"),
+    "observe.compare_replicas": lambda: compare_replicas({"w": X}),
     "models.BERTClassifier": lambda: BERTClassifier(
         BERTConfig(), num_labels=2, group=None, device="meta"
     ),
@@ -216,6 +218,8 @@ OTHERWISE = {
     "comm.ErrorFeedback": "its communicator only states rank and size, which may be numbers",
     "comm.Reducer": "a communicator, or None, is always given",
     "comm.release": "lets go of what is there",
+    "flight_record.begin_in": "notes a call in a group that there is",
+    "flight_record.message": "is around a wait in a group that there is",
     "failure.lost_peer": "says what to raise after a collective",
     "failure.naming_lost_ranks": "is around a collective",
     "failure.ranks_without_note": "comes after a collective that failed",

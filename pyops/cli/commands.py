@@ -1,5 +1,5 @@
-"""The command `pyops`: train, data, generate, eval, compress, plan, launch, doctor, convert,
-simulate, bench, env.
+"""The command `pyops`: train, data, generate, eval, compress, plan, launch, doctor, profile,
+flight, replay, page, convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [RANGE]]
     pyops data SOURCE... --tokenizer FILE --out FOLDER [--workers N] [--key KEY]
@@ -15,6 +15,10 @@ simulate, bench, env.
     pyops launch CONFIG.toml [--slurm | --mpi | --kubernetes] [--nodes N] [--dry-run]
                                                   a run on several processes or hosts
     pyops doctor [--folder FOLDER]                what differs between the ranks, or is short
+    pyops profile CONFIG.toml [--steps N] [--depth N] [--trace FILE]        the parts of a step
+    pyops flight FOLDER            which rank of a run waits for which, in which call, and where
+    pyops replay CONFIG.toml STEP                   the rows on which a run's loss stood out
+    pyops page FOLDER                                                  a run's curves as run.html
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]
                                                a checkpoint and one safetensors file, both ways
     pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]
@@ -45,7 +49,9 @@ from pyops.cli.data_command import add_data, tokens_made
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.launching import add_doctor, add_launch, examined, launch
+from pyops.cli.observing import add_flight, add_page, add_replay, flight, page, replay
 from pyops.cli.planning import add_plan, plan
+from pyops.cli.profiling import add_profile, profile
 from pyops.cli.simulate import add_arguments, report
 from pyops.cli.trials import launched as started_by_torchrun
 from pyops.cli.trials import num_ranks
@@ -58,8 +64,36 @@ STOPPED = 128
 WIDTH = 80  # columns of what is to be pasted into a report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a checkpoint's folder; a Hugging Face folder; or a safetensors file",
+    )
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="of a checkpoint: a new safetensors file, or a new Hugging Face "
+        "folder for its model; else a new checkpoint's folder",
+    )
+    parser.add_argument(
+        "--key",
+        default="model",
+        help="which part of the state a file is of: model, or optimizer.w, say",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of floating tensors that are written",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="take other fields of config.json from this Hugging Face folder",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pyops", description="Train, measure, and describe this installation."
     )
@@ -79,34 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("compress", help="a folder's model becomes smaller, step by step")
     )
     add_plan(commands.add_parser("plan", help="which layout for a model on a cluster, and why"))
-    convert = commands.add_parser(
-        "convert", help="between checkpoints, Hugging Face folders and safetensors files"
-    )
-    convert.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="a checkpoint's folder; a Hugging Face folder; or a safetensors file",
-    )
-    convert.add_argument(
-        "target",
-        metavar="TARGET",
-        help="of a checkpoint: a new safetensors file, or a new Hugging Face "
-        "folder for its model; else a new checkpoint's folder",
-    )
-    convert.add_argument(
-        "--key",
-        default="model",
-        help="which part of the state a file is of: model, or optimizer.w, say",
-    )
-    convert.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of floating tensors that are written",
-    )
-    convert.add_argument(
-        "--like",
-        metavar="FOLDER",
-        help="take other fields of config.json from this Hugging Face folder",
+    add_profile(commands.add_parser("profile", help="where a step of a run spends its time"))
+    add_flight(commands.add_parser("flight", help="who waits for whom in a run's collectives"))
+    add_replay(commands.add_parser("replay", help="the rows on which a run's loss stood out"))
+    add_page(commands.add_parser("page", help="a run's curves on one page, run.html"))
+    _add_convert(
+        commands.add_parser(
+            "convert", help="between checkpoints, Hugging Face folders and safetensors files"
+        )
     )
     add_launch(
         commands.add_parser("launch", help="a run on several processes or hosts, by their launcher")
@@ -118,12 +132,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(simulate)
     commands.add_parser("bench", help="check and time the kernels beside their rivals")
     commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     # All the rest is for the benches: argparse.REMAINDER would keep --help and other leading
     # options for itself.
     if words[:1] == ["bench"]:
         return _bench(words[1:])
-    given = parser.parse_args(words)
+    given = _parser().parse_args(words)
     try:
         if given.command in OF_RANKS:
             launched()
@@ -201,13 +220,17 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
-OF_RANKS = ("train", "generate", "eval", "compress", "plan", "doctor")
+OF_RANKS = ("train", "generate", "eval", "compress", "plan", "profile", "doctor")
 USES = {
     "data": tokens_made,
     "generate": answer,
     "eval": score,
     "compress": compressed,
     "plan": plan,
+    "profile": profile,
+    "flight": flight,
+    "replay": replay,
+    "page": page,
 }
 
 

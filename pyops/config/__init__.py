@@ -15,6 +15,7 @@ configure.
     [elastic]          # ElasticConfig
     [asynchronous]     # AsynchronousConfig
     [train]            # TrainConfig
+    [observe]          # ObserveConfig
     [task]             # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
 
 `load_config(path, overrides=["train.num_steps=10"])` reads it. What is wrong is a ConfigError that
@@ -24,6 +25,7 @@ names the key, its value and the fix; nothing has been started by then.
 from pyops.config.config_error import ConfigError
 from pyops.config.distill_config import DistillConfig
 from pyops.config.folder_config import AdapterConfig, ModelFolder
+from pyops.config.observe_config import ObserveConfig
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import config_of, load_config
 from pyops.config.run_config import Config
@@ -53,6 +55,7 @@ __all__ = [
     "DistillConfig",
     "ElasticConfig",
     "ModelFolder",
+    "ObserveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",

@@ -39,6 +39,7 @@ class Config(RunSections):
         elastic: [elastic].
         asynchronous: [asynchronous].
         train: [train].
+        observe: What the run notes of itself: [observe].
         task: What is learnt: [task].
         vit: The model of a task over images: [vit].
         coatnet: Another model of a task over images: [coatnet].

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pyops.config.distill_config import DistillConfig
 from pyops.config.folder_config import AdapterConfig, ModelFolder
+from pyops.config.observe_config import ObserveConfig
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.task_config import TaskConfig
 from pyops.config.training_sections import (
@@ -44,6 +45,7 @@ class RunSections:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     vit: ViTConfig = field(default_factory=ViTConfig)
     coatnet: CoAtNetConfig = field(default_factory=CoAtNetConfig)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,12 @@ import torch.distributed as dist
 from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
+from pyops.observe.page import write_page
+from pyops.observe.trackers import Trackers
 from pyops.train.host.ranks import StopRequest
 from pyops.train.host.run_folder import prepare_folder
 from pyops.train.report.display import Display
+from pyops.train.report.goodput import Goodput
 from pyops.train.report.metrics import MetricsLog
 from pyops.train.report.outcome import Outcome
 from pyops.train.setup.state import read
@@ -205,11 +208,20 @@ class TrainingLoop:
         if latest is not None:
             self.restore(latest)
         self.log: MetricsLog | None = None
+        self.goodput: Goodput | None = None
+        self.trackers: Trackers | None = None
         if self.rank == 0:
             self.log = MetricsLog(
                 config.folder,
                 first_step=self.training.step,
                 tensorboard=config.train.tensorboard,
+            )
+            self.goodput = Goodput(config.folder, self.log.rows, resumed=latest is not None)
+            self.trackers = Trackers(
+                config.observe.trackers,
+                name=config.name,
+                folder=config.folder,
+                config=asdict(config),
             )
         self.display = Display(
             config.name,
@@ -247,12 +259,18 @@ class TrainingLoop:
 
     def write(self, row: Row, *, tensorboard: bool = True) -> None:
         """Show the metrics of a step, and append them to the log."""
+        if self.goodput is not None:
+            row = {**row, **self.goodput.step(row)}
         self.display.step(row)
         if self.log is None:
             return
         self.log.write(row, tensorboard=tensorboard)
         for problem in self.log.take_problems():
             self.display.note(problem)
+        if self.trackers is not None:
+            self.trackers.log(row)
+            for problem in self.trackers.take_problems():
+                self.display.note(problem)
 
     def save(self) -> Path:
         """Write a checkpoint of the steps taken so far; returns its folder."""
@@ -291,9 +309,21 @@ class TrainingLoop:
         outcome, notes = self.training.finish(rows, stopped_by=stopped_by)
         if self.log is not None:
             self.log.close()
+            notes += self._written_page()
+        if self.trackers is not None:
+            self.trackers.close()
         if stopped_by:
             name = signal.Signals(stopped_by).name
             notes.append(f"stopped by {name} after step {outcome.steps}; continue with --resume")
         for note in notes:
             self.display.note(note)
         return outcome
+
+    def _written_page(self) -> list[str]:
+        """Write run.html; what there is to say of it."""
+        if not self.config.observe.page:
+            return []
+        try:
+            return [f"page of the run: {write_page(self.config.folder)}"]
+        except (OSError, ValueError) as error:
+            return [f"no page of the run: {error}"]

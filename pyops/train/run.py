@@ -19,6 +19,7 @@ from pyops.config import Config
 from pyops.launch.joining import launched
 from pyops.launch.requeue import requeue
 from pyops.train.host.memory import check_memory
+from pyops.train.host.observed import check_progress, observed
 from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
 from pyops.train.host.run_folder import continues, finished, only_run_in
 from pyops.train.loop import Training, TrainingLoop
@@ -59,7 +60,9 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     request = StopRequest()
     joined = joined_ranks(config.train, active=chosen.grid.ranks, request=request)
     with joined as device, only_run_in(config.folder), collected_notes() as notes:
-        resume = continues(config.folder) or resume
+        restarted = continues(config.folder)
+        resume = restarted or resume
+        check_progress(config, restarted=restarted)
         loop = _make_loop(config, device=device, resume=resume)
         notes.show(loop.display.note)
         if chosen.reason:
@@ -68,7 +71,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
             loop.display.note(_already_finished(config, loop.training.num_steps))
         first_step = loop.training.step
         try:
-            with request:
+            with request, observed(config):
                 stopped = loop.run(request)
         except BaseException:
             loop.checkpoints.close()

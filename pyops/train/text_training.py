@@ -117,6 +117,12 @@ class TextTraining(TokenTraining):
         """See `TokenTraining.validation`."""
         return self.data.validation(self.device)
 
+    def replicated(self) -> Mapping[str, torch.Tensor]:
+        """See `TokenTraining.replicated`."""
+        if self.config.zero.stage == 3:
+            return {}
+        return dict(self.strategy.model.named_parameters())
+
     def sent(self) -> Row:
         """Bytes that this rank sent in the last step."""
         return self.traffic.step()

@@ -13,6 +13,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from pyops.comm.agreement import gather
 from pyops.host_heap import trim_after
 from pyops.mesh import Mesh
@@ -20,6 +22,7 @@ from pyops.train.host.ranks import StopRequest
 from pyops.train.loop import Row, StepResult, Training, is_due
 from pyops.train.report.metrics import peak_memory_gib, plot_losses
 from pyops.train.report.outcome import Outcome
+from pyops.train.report.step_watch import StepWatch
 from pyops.train.setup.strategy import TokenTrainer
 
 __all__ = ["TokenTraining"]
@@ -50,6 +53,8 @@ class TokenTraining(Training):
     bigram_loss: float | None = None
     peak_gib = 0.0
     _first_step = 0
+    _batch: Mapping[str, Any]  # that of the last step
+    _watch: StepWatch | None = None
 
     @property
     def step(self) -> int:
@@ -89,6 +94,8 @@ class TokenTraining(Training):
         options = self.config.train
         while not self.is_over:
             row, stop, note = self.take_step(stop=bool(request.number))
+            found = self._watched().after(row, self._batch, seconds=row["step_s"])
+            note = "\n".join([*([note] if note else []), *found])
             last = self.is_over
             if last or is_due(self.step, options.validate_every):
                 row["validation_loss"] = self.validate()
@@ -119,16 +126,18 @@ class TokenTraining(Training):
         lr, skipped = self.lr_at(step), trainer.skipped
         for group in trainer.optimizer.param_groups:
             group["lr"] = lr
-        batch = self.next_batch()
+        batch = self._batch = self.next_batch()
         loss = trainer.step(batch, vote=stop)
         num_tokens = self.config.train.batch * batch[self.inputs].shape[1]
         scale = trainer.loss_scale
+        seconds = time.perf_counter() - started
         row = {
             "step": step,
             "loss": loss if math.isfinite(loss) else None,
             "lr": lr,
             "grad_norm": trainer.grad_norm if trainer.skipped == skipped else None,
-            "tokens_per_s": num_tokens / (time.perf_counter() - started),
+            "tokens_per_s": num_tokens / seconds,
+            "step_s": seconds,
             "memory_gib": self.most_gib,
             "skipped": trainer.skipped,
             **({} if scale is None else {"loss_scale": scale.scale}),
@@ -141,6 +150,17 @@ class TokenTraining(Training):
     def most_gib(self) -> float:
         """The most memory that this process has held so far."""
         return max(self.peak_gib, peak_memory_gib(self.device))
+
+    def replicated(self) -> Mapping[str, torch.Tensor]:
+        """What all ranks of the axis dp should have alike, bit for bit, by name."""
+        return {}
+
+    def _watched(self) -> StepWatch:
+        if self._watch is None:
+            self._watch = StepWatch(
+                self.config, self.mesh, device=self.device, replicated=self.replicated
+            )
+        return self._watch
 
     def sent(self) -> Row:
         """Metrics of what the last step sent, where that is counted."""

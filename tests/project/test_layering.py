@@ -24,7 +24,7 @@ PACKAGE = ROOT / "pyops"
 LAYERS = [
     ["protocols", "renamed", "torch_private", "name_patterns", "launchers"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
-    ["ops", "failure", "host_heap", "host_memory"],
+    ["ops", "failure", "flight_record", "host_heap", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
@@ -43,7 +43,7 @@ LAYERS = [
     ["models", "data", "sandblaster"],
     ["hub", "elastic", "distill", "pruning", "quantized", "token_data"],
     ["adapters", "parallel"],
-    ["plan", "launch"],
+    ["plan", "launch", "observe"],
     ["hf", "config", "train", "compress", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
@@ -89,7 +89,14 @@ FLOORS = {
     ],
     "config": [
         ["config_error"],
-        ["distill_config", "folder_config", "parallel_config", "task_config", "training_sections"],
+        [
+            "distill_config",
+            "folder_config",
+            "observe_config",
+            "parallel_config",
+            "task_config",
+            "training_sections",
+        ],
         ["run_sections"],
         ["run_plan"],
         ["rules"],
@@ -123,6 +130,7 @@ FLOORS = {
         ["classifier"],
         ["generation"],
     ],
+    "observe": [["flight", "profile", "replicas", "spikes", "stragglers", "trackers"], ["page"]],
     "onebit": [
         ["config", "steps"],
         ["communicating", "sharded"],

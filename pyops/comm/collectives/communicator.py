@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops import flight_record
 from pyops.comm.collectives import probe
 from pyops.comm.collectives.shared_memory import (
     AGREEMENT,
@@ -179,14 +181,36 @@ class Communicator:
         """
         self.sequence += 1
         number = self.sequence
+        noted = self._noted(what, tensor)
         if direct:
             named = partial(self._named, call, what=what, number=number)
-            return self._on_stream(named, tensor) if async_op else named(SPINS_ALONE)
+            if async_op:
+                return noted(lambda: self._on_stream(named, tensor))
+            return noted(lambda: named(SPINS_ALONE))
         if not async_op and not self.worker.busy:
-            return self._guarded(call, SPINS_ALONE, what, number)
+            return noted(lambda: self._guarded(call, SPINS_ALONE, what, number))
         there = self._in_thread(call, tensor) if tensor.is_cuda else call
-        work = self.worker.submit(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
+        work = self.worker.submit(
+            lambda: noted(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
+        )
         return work if async_op else work.wait()
+
+    def _noted(self, what: str, tensor: Tensor) -> Callable[[Callable[[], Any]], Any]:
+        """What runs a call, and notes its end in the flight record, if one is written. The call has
+        begun now."""
+        record = flight_record.active()
+        if record is None or self.size == 1 or flight_record.inside():
+            return _at_once
+        label = what.partition(" (")[0]
+        op = label.partition(" ")[0]
+        index = flight_record.begin_in(
+            self.group,
+            op,
+            tensor=None if "gather" in op else tensor,  # of which ranks may have unequal parts
+            frame=sys._getframe(2),
+            label=label.removeprefix(op).strip(),
+        )
+        return lambda body: flight_record.run_noted(record, index, body, tensor)
 
     def _named(
         self, call: Callable[[int], Tensor], spins: int, *, what: str, number: int
@@ -471,6 +495,10 @@ class Communicator:
         self.count(width * (self.size - 1))
         self._shared.all_gather(mine, out, starts=starts, tag=AGREEMENT, spins=SPINS_BESIDE_COMPUTE)
         return [bytes(row.tolist()) for row in out.view(self.size, width)]
+
+
+def _at_once(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 class _OneProcess(Communicator):

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops import flight_record
 from pyops.comm.failure import PeerError
 
 __all__ = [
@@ -66,14 +67,17 @@ class Transport(Protocol):
 class _Works:
     """Several c10d works, each with the rank at the other end."""
 
-    def __init__(self, works: list[tuple[Any, int]], tensors: list[Tensor]) -> None:
-        self._works = works
+    def __init__(
+        self, works: list[tuple[Any, int]], tensors: list[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        self._works, self._group = works, group
         self._tensors = tensors  # alive until the wait
 
     def wait(self) -> None:
         for work, peer in self._works:
             try:
-                work.wait()
+                with flight_record.message(self._group, "message", peer=peer):
+                    work.wait()
             except RuntimeError as error:
                 raise PeerError(peer, error) from error
         self._tensors.clear()
@@ -103,11 +107,11 @@ class ProcessGroupTransport:
         tensors = [t for t, _ in (*sends, *receives)]
         self.bytes_sent += sum(t.numel() * t.element_size() for t, _ in sends)
         if tensors and tensors[0].is_cuda:
-            return _Works(self._batch(group, sends, receives), tensors)
+            return _Works(self._batch(group, sends, receives), tensors, group)
         # Receives first: Gloo sends when it knows that somebody waits.
         works = [self._start(group.recv, t, peer, self._tag) for t, peer in receives]
         works += [self._start(group.send, t, peer, self._tag) for t, peer in sends]
-        return _Works(works, tensors)
+        return _Works(works, tensors, group)
 
     @staticmethod
     def _start(

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops import flight_record
+
 __all__ = ["StreamWork", "ThreadWork", "Work", "Worker"]
 
 
@@ -55,7 +57,9 @@ class ThreadWork(Work):
         self.done.set()
 
     def wait(self) -> Tensor:
-        self.done.wait()
+        if not self.done.is_set():
+            with flight_record.waiting(flight_record.active()):
+                self.done.wait()
         if self._error is not None:
             raise self._error
         # its memory is of the thread's stream, and must not be used there again before this one's

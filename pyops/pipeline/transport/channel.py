@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops import flight_record
 from pyops.comm.failure import PeerError
 from pyops.pipeline.schedules.orders import Transfer
 from pyops.pipeline.transport.message import (
@@ -243,6 +244,10 @@ class ReceiveChannel:
     def receive(self) -> tuple[Transfer, Any, int]:
         """(transfer, value, nanosecond at which it was packed) of the next message; the value
         FAILED of a rank that failed."""
+        with flight_record.message(self.peer.group, "receive", peer=self.peer.rank):
+            return self._receive()
+
+    def _receive(self) -> tuple[Transfer, Any, int]:
         short = self.peer.mailbox is not None and self.sizes[self.position] <= MAILBOX_BYTES
         message = self._mailed() if short else self._waited(self._posted.popleft())
         view = message.numpy().data

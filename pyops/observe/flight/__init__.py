@@ -1,0 +1,1 @@
+"""Flight records of collectives: read, explained, and watched while ranks run."""
