@@ -3,7 +3,9 @@ restarts without progress."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from typing import Any
 
 import pytest
@@ -26,8 +28,8 @@ def observing(config: Config, **options: Any) -> Config:
     return dataclasses.replace(config, observe=ObserveConfig(**options))
 
 
-def train_with_a_flipped_bit(rank: int, group: Any, config: Config) -> None:
-    """Rank 1's parameters lose a bit in the sixth step."""
+def train_with_a_flipped_bit(rank: int, group: Any, config: Config) -> str:
+    """Rank 1's parameters lose a bit in the sixth step; what the run shows."""
     step = TextTraining.train_step
 
     def flipping(self: TextTraining, *, stop: bool = False) -> Any:
@@ -39,15 +41,16 @@ def train_with_a_flipped_bit(rank: int, group: Any, config: Config) -> None:
 
     TextTraining.train_step = flipping
     try:
-        train(config)
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            train(config)
     finally:
         TextTraining.train_step = step
+    return shown.getvalue()
 
 
-def test_a_run_notes_its_collectives_and_names_a_replica_that_differs(world, tmp_path, capfd):
+def test_a_run_notes_its_collectives_and_names_a_replica_that_differs(world, tmp_path):
     config = config_of(tmp_path, "cpu", num_steps=8, log_every=4)
-    world(2).run(train_with_a_flipped_bit, observing(config, compare_every=2))
-    shown = capfd.readouterr().out
+    shown, _ = world(2).run(train_with_a_flipped_bit, observing(config, compare_every=2))
     assert "replicas differ after step 6: ranks 0, 1 have other bits of" in shown
     assert "after step 4" not in shown
     records = read_records(config.folder)
