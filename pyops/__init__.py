@@ -44,6 +44,7 @@ _ROOMS = frozenset(
         "recompute",
         "zero",
         "parameter_server",
+        "sandblaster",
         "tensor_parallel",
         "context_parallel",
         "pipeline",

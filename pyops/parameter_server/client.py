@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.model_parts import check_model, named_parameters
 from pyops.failure import CommunicationError
 from pyops.flat import FlatBuffer
 from pyops.parameter_server.config import DownpourConfig
@@ -30,7 +31,7 @@ from pyops.parameter_server.messages import (
     Verdict,
     message,
 )
-from pyops.parameter_server.vectors import Part, check_model, named_parameters
+from pyops.parameter_server.vectors import Part
 
 __all__ = ["Client"]
 

@@ -33,6 +33,7 @@ LAYERS = [
         "local_sgd",
         "onebit",
         "parameter_server",
+        "sandblaster",
         "zero",
         "tensor_parallel",
         "context_parallel",
@@ -72,7 +73,12 @@ FLOORS = {
         ["folder"],
         ["convert"],
     ],
-    "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
+    "comm": [
+        ["agreement", "broadcast", "failure", "session"],
+        ["collectives"],
+        ["compression"],
+        ["buckets", "model_parts"],
+    ],
     "compress": [
         ["folders", "steps"],
         ["settings", "use"],

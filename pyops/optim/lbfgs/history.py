@@ -137,11 +137,15 @@ class History:
         places = [(place, self.size + 1 + place) for place in self.pairs]
         return combination(self.products, places, self.rows.shape[0] - 1)
 
+    def products_of(self, new: list[int], used: list[int]) -> Tensor:
+        """The inner products of new rows with rows in use, float64 [len(new), len(used)]."""
+        return inner_products(self.rows, new)[:, used]
+
     def _take(self, new: list[int]) -> None:
         """Bring the inner products of new vectors with all that are in use up to date."""
         old = [place for pair in self.pairs for place in (pair, self.size + 1 + pair)]
         used = [*old, *(place for place in new if place not in old)]
-        found = inner_products(self.rows, new)[:, used]
+        found = self.products_of(new, used)
         wanted = [
             (a, b) for a in range(len(new)) for b in range(len(used)) if used[b] not in new[:a]
         ]
