@@ -77,20 +77,27 @@ __global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::t
             line = first / range.row;
             along = first % range.row;
         }
-        uint64_t last = 0;
-        PhiloxBlock block;
+        uint64_t index = static_cast<uint64_t>(range.offset + line * range.row_stride + along);
         Out drawn;
+        // Nearly always: the four share a block, whose words then need no look for their place.
+        if (index % 4 == 0 && along + count <= range.row) {
+            const PhiloxBlock block = philox4x32(key, index / 4);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const uint64_t index =
-                static_cast<uint64_t>(range.offset + line * range.row_stride + along);
-            if (k == 0 || index / 4 != last / 4) block = philox4x32(key, index / 4);
-            drawn.element[k] =
-                draw.at(block, static_cast<unsigned>(index % 4), k == 0 || index / 2 != last / 2);
-            last = index;
-            if (++along == range.row) {
-                along = 0;
-                ++line;
+            for (unsigned k = 0; k < 4; ++k) drawn.element[k] = draw.at(block, k, k % 2 == 0);
+        } else {
+            uint64_t last = 0;
+            PhiloxBlock block;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (k == 0 || index / 4 != last / 4) block = philox4x32(key, index / 4);
+                drawn.element[k] = draw.at(block, static_cast<unsigned>(index % 4),
+                                           k == 0 || index / 2 != last / 2);
+                last = index;
+                if (++along == range.row) {
+                    along = 0;
+                    ++line;
+                }
+                index = static_cast<uint64_t>(range.offset + line * range.row_stride + along);
             }
         }
         if (in_line && count == 4) {

@@ -17,7 +17,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from pyops.comm.model_parts import check_model, named_parameters
 from pyops.failure import CommunicationError
 from pyops.flat import FlatBuffer
 from pyops.parameter_server.config import DownpourConfig
@@ -31,7 +30,7 @@ from pyops.parameter_server.messages import (
     Verdict,
     message,
 )
-from pyops.parameter_server.vectors import Part
+from pyops.parameter_server.vectors import Part, check_model, named_parameters
 
 __all__ = ["Client"]
 

@@ -20,12 +20,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.model_parts import check_model, cut, flat_values, layout_digest, named_parameters
-from pyops.comm.session import Session, Tag, rendezvous
 from pyops.failure import CommunicationError
 from pyops.parameter_server.client import Client
 from pyops.parameter_server.config import DownpourConfig, check_number
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
+from pyops.parameter_server.session import Session, Tag, rendezvous
+from pyops.parameter_server.vectors import (
+    check_model,
+    cut,
+    flat_values,
+    layout_digest,
+    named_parameters,
+)
 
 __all__ = ["ConnectConfig", "SessionLinks", "connect"]
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.session import rendezvous
 from pyops.parameter_server.config import check_number
+from pyops.parameter_server.session import rendezvous
 
 __all__ = ["Leases"]
 

@@ -23,11 +23,11 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.eight_bit import FP8, Int8
 from pyops.comm.compression.floats import BF16, Identity
 from pyops.comm.compression.one_bit import OneBit
-from pyops.comm.session import Session, Tag, rendezvous
 from pyops.failure import CommunicationError
 from pyops.parameter_server.config import ShardConfig, check_number
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
+from pyops.parameter_server.session import Session, Tag, rendezvous
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
 

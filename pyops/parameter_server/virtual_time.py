@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.comm.model_parts import check_model, cut, named_parameters
 from pyops.flat import FlatBuffer
 from pyops.parameter_server.client import Client
 from pyops.parameter_server.config import DownpourConfig, ShardConfig
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Request
 from pyops.parameter_server.shard import MakeOptimizer, ParameterShard
+from pyops.parameter_server.vectors import check_model, cut, named_parameters
 
 __all__ = ["Clock", "VirtualTime", "VirtualWorker"]
 

@@ -1,43 +1,51 @@
-"""Sandblaster L-BFGS: a coordinator without parameters, shards that hold all vectors, workers that
-compute portions of one large batch.
+"""Sandblaster L-BFGS: a batch method over workers and shards, of which any worker may be slow or
+die.
 
-    coordinator   small commands and numbers       take, direct, trial, finish
-    shards        x, d, s_1 y_1 ... s_m y_m, g     each its part, on which it carries commands out
-    workers       portions of the batch            whoever is free; backups of what is outstanding
+    coordinator   | direction | evaluate at t | evaluate | accept |      small commands alone
+    shard 0       | point, direction, gradients, history: part 0  |      vectors stay here
+    shard 1       | part 1                                        |
+    workers       | parameters -> portion -> gradient -> shards   |      whoever is free
 
 Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2.
 
 | file | what it does |
 |---|---|
 | config.py | SandblasterConfig |
-| sums.py | sums over portions along a fixed tree |
-| shard.py | what a shard does with a command |
-| portions.py | what a worker computes |
-| coordinator.py | L-BFGS over a cluster |
-| store_cluster.py, holding.py, working.py | the processes of the coordinator, a shard, a worker |
-| virtual_time.py | the same over simulated workers |
+| portions.py, tree_sum.py | who computes what; a sum whose bits no order of arrival changes |
+| shard.py, worker.py | vectors and what is done with them; loss and gradient of a portion |
+| coordinator.py | iterations and line searches |
+| remote.py, serving.py, working.py | the same over processes: coordinator, shard, worker |
+| virtual_time.py | workers that are slow, die or hang, in one process |
 """
 
 from pyops.sandblaster.config import SandblasterConfig
-from pyops.sandblaster.coordinator import Cluster, Coordinator, Iteration
-from pyops.sandblaster.holding import hold
-from pyops.sandblaster.portions import PortionLoss
-from pyops.sandblaster.shard import VectorShard
-from pyops.sandblaster.store_cluster import StoreCluster
-from pyops.sandblaster.virtual_time import VirtualCluster, VirtualPace
-from pyops.sandblaster.working import WorkReport, work
+from pyops.sandblaster.coordinator import Coordinator, LocalShards, SandblasterReport, Shards
+from pyops.sandblaster.portions import Portions
+from pyops.sandblaster.remote import RemoteBatch, RemoteShards, coordinate, stop
+from pyops.sandblaster.serving import serve
+from pyops.sandblaster.shard import Measures, VectorShard
+from pyops.sandblaster.tree_sum import TreeSum
+from pyops.sandblaster.virtual_time import VirtualBatch, VirtualMember
+from pyops.sandblaster.worker import Worker
+from pyops.sandblaster.working import work
 
 __all__ = [
-    "Cluster",
     "Coordinator",
-    "Iteration",
-    "PortionLoss",
+    "LocalShards",
+    "Measures",
+    "Portions",
+    "RemoteBatch",
+    "RemoteShards",
     "SandblasterConfig",
-    "StoreCluster",
+    "SandblasterReport",
+    "Shards",
+    "TreeSum",
     "VectorShard",
-    "VirtualCluster",
-    "VirtualPace",
-    "WorkReport",
-    "hold",
+    "VirtualBatch",
+    "VirtualMember",
+    "Worker",
+    "coordinate",
+    "serve",
+    "stop",
     "work",
 ]

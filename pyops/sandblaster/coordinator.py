@@ -1,217 +1,217 @@
 """Coordinator: L-BFGS over vectors that it never sees.
 
-    evaluate        workers compute the portions' gradients at the shards' point
-    take            [6 m] inner products come back, the one exchange of them in an iteration
-    direct          2 m + 1 coefficients go out, the slope comes back
-    trial, finish   a step length goes out, the loss's slope comes back: strong Wolfe
+    an iteration    add_pair        -> 6 m inner products, in one exchange
+                    turn            <- 2 m + 1 coefficients: the direction, on every shard
+                    evaluation      <- a step length; workers compute the portions of the batch
+                    evaluation ...     until the strong Wolfe conditions hold
+                    accept          <- the step length that was chosen
 
-Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2; the two loops on
-coefficients and the line search are those of `pyops.optim.LBFGS`.
+All messages are a few hundred bytes, whatever the model (Dean et al. 2012, section 4.2; the two
+loops of L-BFGS on inner products: Chen, Wang, Zhou, NIPS 2014).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from pyops.optim.lbfgs.history import History
+from pyops.optim.lbfgs.history import PairTable
 from pyops.optim.lbfgs.line_search import strong_wolfe
 from pyops.sandblaster.config import SandblasterConfig
+from pyops.sandblaster.shard import Measures, VectorShard
 
-__all__ = ["Cluster", "Coordinator", "Iteration"]
+__all__ = ["Coordinator", "LocalShards", "SandblasterReport", "Shards"]
 
-EVALUATIONS = 1 << 20  # of a coordinator, so that no two share a number
-NOTHING = torch.zeros(0, dtype=torch.float64, device="cpu")
+SAME_POINT = 1e-4  # relative: by which two evaluations at one point may differ
 
 
-class Cluster(Protocol):
-    """The shards and workers of a run, whatever carries commands to them."""
+class Shards(Protocol):
+    """All shards, wherever they are."""
 
-    @property
-    def term(self) -> int:
-        """The coordinator's number: 1, 2, ..."""
+    def call(self, operation: str, *arguments: Any) -> list[Any]:
+        """Order an operation of `VectorShard` on every shard; what each answers.
+
+        Args:
+            operation: The name of the method.
+            arguments: Small ones.
+        """
         ...
 
-    def ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """The replies of all shards to a command, in order."""
-        ...
 
-    def evaluate(self, evaluation: int) -> float:
-        """Have all portions computed at the shards' point; the loss, summed along their tree."""
-        ...
+class LocalShards:
+    """Shards of this process.
+
+    Args:
+        shards: In the order of their parts.
+    """
+
+    def __init__(self, shards: Sequence[VectorShard]) -> None:
+        self.shards = list(shards)
+
+    def call(self, operation: str, *arguments: Any) -> list[Any]:
+        """See `Shards.call`."""
+        return [getattr(shard, operation)(*arguments) for shard in self.shards]
 
 
 @dataclass(frozen=True)
-class Iteration:
-    """What an iteration did.
+class SandblasterReport:
+    """How far a coordinator has come.
 
     Attributes:
-        number: 1, 2, ...
-        loss: At its end.
-        step: The step length.
-        evaluations: Passes over the batch so far, in the whole run.
-        done: Why the run is over, "" while it is not.
+        loss: At the point that was reached.
+        iterations: That were taken.
+        evaluations: Passes over the batch.
+        products: Inner products that were exchanged.
+        ended: Why no further iteration follows; "" where one may.
     """
 
-    number: int
     loss: float
-    step: float
+    iterations: int
     evaluations: int
-    done: str = ""
-
-
-class _Products(History):
-    """The inner products of vectors that lie on shards."""
-
-    def __init__(self, coordinator: Coordinator, size: int) -> None:
-        super().__init__(0, size=size, dtype=torch.float64, device="cpu")
-        self._coordinator = coordinator
-
-    def products_of(self, new: list[int], used: list[int]) -> Tensor:
-        """Sums of the shards' parts."""
-        return self._coordinator.take(new, used)
+    products: int
+    ended: str
 
 
 class Coordinator:
-    """Leads a run.
+    """Takes the iterations of L-BFGS, with a strong Wolfe line search.
 
     Args:
-        cluster: The shards and workers.
-        config: How the loss is minimized.
-
-    Attributes:
-        evaluations: Passes over the batch.
-        exchanges: Commands that every shard answered, by kind.
-        loss: At the end of the last iteration; nan before the first evaluation.
+        shards: Which hold the vectors.
+        evaluate: Computes all portions at the shards' trial point, adds their gradients there, and
+            returns the sum of their losses.
+        config: How iterations are taken.
     """
 
-    def __init__(self, cluster: Cluster, config: SandblasterConfig | None = None) -> None:
-        self.cluster, self.config = cluster, config or SandblasterConfig()
-        self.history = _Products(self, self.config.history_size)
-        self.evaluations = self._iterations = 0
-        self.exchanges: dict[str, int] = {}
-        self.loss, self._largest, self._length = math.nan, math.inf, math.inf
-        self._at, self._step = 0, 0.0
-        self._ask("begin", history_size=self.config.history_size)
+    def __init__(
+        self, shards: Shards, evaluate: Callable[[], float], config: SandblasterConfig
+    ) -> None:
+        self.shards, self.config = shards, config
+        self._portions = evaluate
+        self._table = PairTable(config.history_size)
+        self._at: Measures | None = None  # of the gradient at the point
+        self._loss = math.nan
+        self._step: float | None = None  # the last one that was accepted
+        self.iterations = self.evaluations = 0
+        self._ended = ""
 
-    def iterate(self) -> Iteration:
-        """Take one iteration: a direction, and a step along it.
+    def run(self, iterations: int) -> SandblasterReport:
+        """Take iterations, until one of the tolerances is met.
 
-        Returns:
-            What it did; with `done`, the loss can't be made smaller, or is not finite.
+        Args:
+            iterations: How many at most.
 
         Raises:
-            CommunicationError: Shards or workers are lost, or another coordinator leads the run.
-            ValueError: A worker's loss is no function of the parameters alone.
+            ValueError: For a loss that is not finite at the first point, or differs between two
+                evaluations there.
         """
-        config = self.config
-        if not self.evaluations:
-            self.loss, _ = self._evaluate(0.0, [])
-            first = min(1.0, 1.0 / self._length) * config.lr if self._length > 0 else config.lr
-        else:
-            first = config.lr
-        if not (math.isfinite(self.loss) and math.isfinite(self._largest)):
-            return self._ended("the loss or its gradient is not finite")
-        if self._largest <= config.tolerance_grad:
-            return self._ended("the gradient is within tolerance_grad")
-        slope, largest = self._directed()
-        if slope > -config.tolerance_change:
-            return self._ended("the slope is within tolerance_change")
-        before = self.loss
-        self._searched(slope, first=first, largest=largest)
-        self._iterations += 1
-        done = ""
-        if self._largest <= config.tolerance_grad:
-            done = "the gradient is within tolerance_grad"
-        elif self._step * largest <= config.tolerance_change:
-            done = "the step is within tolerance_change"
-        elif abs(self.loss - before) < config.tolerance_change:
-            done = "the loss changed by less than tolerance_change"
-        return Iteration(self._iterations, self.loss, self._step, self.evaluations, done)
-
-    def minimize(self, iterations: int) -> Iteration:
-        """Take iterations until one is the last, or so many are done; the last one."""
-        if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"iterations is {iterations!r}; give a whole number, 1 or more")
+        if self._at is None:
+            self._at = self._begin()
         for _ in range(iterations):
-            last = self.iterate()
-            if last.done:
+            if self._ended:
                 break
-        return last
+            self._iterate()
+        return SandblasterReport(
+            self._loss, self.iterations, self.evaluations, self._table.counted, self._ended
+        )
 
-    def settle(self) -> None:
-        """Have the shards go to where the last iteration ended, as workers then fetch it."""
-        self._begin_trial(self._step)
+    def finish(self) -> None:
+        """Let the shards answer with the parameters of the point that was reached, where they have
+        answered with those of the last trial."""
+        self.shards.call("begin_evaluation", 0.0)
 
-    def take(self, new: list[int], used: list[int]) -> Tensor:
-        """Have the shards take the last iteration's step and gradient into their histories; the
-        inner products of new rows with those in use, float64 [len(new), len(used)]."""
-        replies = self._ask("take", evaluation=self._at, step=self._step, new=new, used=used)
-        self._step = 0.0  # the shards are there
-        parts = [torch.tensor(reply["products"], dtype=torch.float64) for reply in replies]
-        return torch.stack(parts).sum(0)
+    def _begin(self) -> Measures:
+        self._loss, at = self._evaluate(0.0)
+        if not (math.isfinite(self._loss) and math.isfinite(at.largest)):
+            raise ValueError(
+                f"the loss is {self._loss} and the largest component of its gradient {at.largest} "
+                "at the first point; begin with other parameters, or look for the portion that "
+                "is not finite"
+            )
+        again, at = self._evaluate(0.0)
+        if not abs(again - self._loss) <= SAME_POINT * abs(self._loss):
+            raise ValueError(
+                f"the portions gave a loss of {self._loss} and then of {again} at the same "
+                "parameters; it must be a function of them alone: call model.eval() or set dropout "
+                "to 0, and give a portion the same samples each time"
+            )
+        if at.largest <= self.config.tolerance_grad:
+            self._ended = f"no component of the gradient is above {self.config.tolerance_grad:g}"
+        return at
 
-    # --- parts
-
-    def _ask(self, kind: str, **numbers: Any) -> list[dict[str, Any]]:
-        self.exchanges[kind] = self.exchanges.get(kind, 0) + 1
-        return self.cluster.ask({"kind": kind, "term": self.cluster.term, "numbers": numbers})
-
-    def _ended(self, why: str) -> Iteration:
-        return Iteration(self._iterations, self.loss, 0.0, self.evaluations, why)
-
-    def _directed(self) -> tuple[float, float]:
-        """(the slope along the next direction, its largest component)."""
-        if self._iterations:
-            self.history.add(NOTHING, NOTHING)
-        else:
-            self.history.begin(NOTHING)
-        replies = self._ask("direct", delta=self.history.coefficients().tolist())
-        return sum(r["slope"] for r in replies), max(r["largest"] for r in replies)
-
-    def _begin_trial(self, step: float) -> int:
-        number = self.cluster.term * EVALUATIONS + self.evaluations + 1
-        self._ask("trial", evaluation=number, step=step, portions=self.config.portions)
-        return number
-
-    def _evaluate(self, step: float, held: list[int]) -> tuple[float, float]:
-        """(the loss, its slope along the direction) at a step length."""
-        self._at = self._begin_trial(step)
+    def _evaluate(self, step: float, held: Sequence[float] = ()) -> tuple[float, Measures]:
+        """The loss at a step length, and what is measured of its gradient."""
+        self.shards.call("begin_evaluation", step)
+        loss = self._portions()
+        parts = self.shards.call("end_evaluation", step, tuple(held))
         self.evaluations += 1
-        loss = self.cluster.evaluate(self._at)
-        replies = self._ask("finish", held=held)
-        self._largest = _largest([reply["largest"] for reply in replies])
-        self._length = sum(reply["length"] for reply in replies)
-        return loss, sum(reply["slope"] for reply in replies)
+        slopes, largest, totals = zip(*parts, strict=True)
+        return loss, Measures(sum(slopes), max(largest), sum(totals))
 
-    def _searched(self, slope: float, *, first: float, largest: float) -> None:
-        """Find a step length; the loss and the evaluation there are taken up."""
+    def _take_products(self, new: Sequence[int], operation: str, *arguments: Any) -> None:
+        """Bring the inner products of new vectors up to date, in one exchange."""
+        wanted = self._table.wanted(new)
+        parts = self.shards.call(operation, *arguments, wanted)
+        self._table.put(wanted, [sum(each) for each in zip(*parts, strict=True)])
+
+    def _turn(self) -> tuple[float, float, float]:
+        """Let the shards have the next direction: (its largest component, the slope of the loss
+        along it, the first step length)."""
+        table, lr = self._table, self.config.lr
+        assert self._at is not None
+        if self._step is None:
+            self._take_products([table.last], "begin_history")
+            first = min(1.0, 1.0 / self._at.total) * lr
+        else:
+            pair = table.spare()
+            s, y, _ = table.places(pair)
+            self._take_products(table.places(pair), "add_pair", s, y, self._step)
+            table.keep(pair)
+            first = lr
+        largest, slopes = zip(*self.shards.call("turn", table.coefficients().tolist()), strict=True)
+        return max(largest), sum(slopes), first
+
+    def _iterate(self) -> None:
+        config = self.config
+        largest, slope, first = self._turn()
+        self.iterations += 1
+        if slope > -config.tolerance_change:
+            self._ended = (
+                f"the loss falls by no more than {config.tolerance_change:g} along the way"
+            )
+            return
+        loss, at, step = self._searched(slope, first, largest)
+        self.shards.call("accept", step)
+        before, self._loss, self._at, self._step = self._loss, loss, at, step
+        if at.largest <= config.tolerance_grad:
+            self._ended = f"no component of the gradient is above {config.tolerance_grad:g}"
+        elif step * largest <= config.tolerance_change:
+            self._ended = f"no parameter moves by more than {config.tolerance_change:g}"
+        elif abs(loss - before) < config.tolerance_change:
+            self._ended = f"the loss changes by less than {config.tolerance_change:g}"
+
+    def _searched(
+        self, slope: float, first: float, largest: float
+    ) -> tuple[float, Measures, float]:
+        """(loss, measures of the gradient, step length) of a line search."""
+        assert self._at is not None
         search = strong_wolfe(
-            self.loss,
+            self._loss,
             slope,
             first=first,
             largest=largest,
-            trials=self.config.trials,
+            trials=self.config.max_eval,
             tolerance_change=self.config.tolerance_change,
         )
-        known = {0.0: (self.loss, self._at, self._largest)}
+        known = {0.0: (self._loss, self._at)}
         trial = next(search)
         while True:
+            found = self._evaluate(trial.step, trial.held)
             known = {t: at for t, at in known.items() if t in trial.held or t == 0.0}
-            loss, there = self._evaluate(trial.step, [at for _, at, _ in known.values()])
-            known[trial.step] = (loss, self._at, self._largest)
+            known[trial.step] = found
             try:
-                trial = search.send((loss, there))
+                trial = search.send((found[0], found[1].slope))
             except StopIteration as end:
-                self._step = float(end.value)
-                break
-        self.loss, self._at, self._largest = known[self._step]
-
-
-def _largest(values: list[float]) -> float:
-    """The largest value; nan where there is one."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+                step = float(end.value)
+                return *known[step], step

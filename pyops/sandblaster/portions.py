@@ -1,90 +1,76 @@
-"""PortionGradients: what a worker computes: the losses and gradients of runs of portions."""
+"""Portions of a batch: which worker computes which one next, and backup copies of the last ones.
+
+    units     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |       much smaller than a worker's share
+    worker 0    0   1           4                     goes on where its last unit ended
+    worker 1            2   3       5
+    worker 2                            6             is slow: whoever is free computes 6, too,
+                                            7         and the first answer counts
+
+Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2; the backup copies are
+those of MapReduce (Dean and Ghemawat, OSDI 2004, section 3.6).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from itertools import count
 
-import torch
-from torch import Tensor, nn
-
-from pyops.comm.model_parts import check_model, cut, named_parameters
-from pyops.flat import FlatBuffer
-from pyops.sandblaster.config import SandblasterConfig
-from pyops.sandblaster.sums import PortionSums
-
-__all__ = ["PortionGradients", "PortionLoss"]
-
-PortionLoss = Callable[[nn.Module, int], Tensor]
-SAME_POINT = 1e-4  # relative: by which two evaluations at one point may differ
+__all__ = ["Portions"]
 
 
-class PortionGradients:
-    """A worker's model and what it makes of portions.
+class Portions:
+    """The units of one pass over the batch. A unit is what a worker computes before it answers.
 
     Args:
-        model: Its parameters become views of one flat vector.
-        loss: (model, portion) -> the portion's share of the batch's loss, a scalar: the loss is the
-            sum over all portions.
-        config: How portions are handed out.
-        shards: How many parts the vector is cut into.
+        units: How many there are, numbered from 0.
+        backups: Whether units that are out are handed out again when none is free.
 
     Attributes:
-        starts: Where each part begins, and the end.
-        computed: Runs that were computed.
-
-    Raises:
-        ValueError: For a model that shards can't hold.
+        again: Units that were handed out a second time, or more often.
     """
 
-    def __init__(
-        self, model: nn.Module, loss: PortionLoss, config: SandblasterConfig, *, shards: int
-    ) -> None:
-        check_model(model, buffers="refuse", codecs=False)
-        self.model, self.config, self._loss = model, config, loss
-        self.starts = cut(model, shards=shards)
-        self.buffer = FlatBuffer(named_parameters(model))
-        self.computed = 0
+    def __init__(self, units: int, *, backups: bool = True) -> None:
+        self.units, self.backups = units, backups
+        self.again = 0
+        self._free = set(range(units))
+        self._out: dict[int, dict[int, int]] = {}  # unit: {worker: turn}
+        self._last: dict[int, int] = {}
+        self._turns = count()
 
-    def parts(self, vector: Tensor) -> list[Tensor]:
-        """A vector's parts, views."""
-        return [vector[a:b] for a, b in pairwise(self.starts)]
+    @property
+    def over(self) -> bool:
+        """Whether every unit has its answer."""
+        return not self._free and not self._out
 
-    def run(self, index: int) -> tuple[float, Tensor]:
-        """(loss, gradient [numel]) of a run of portions, summed along their tree.
+    def take(self, worker: int) -> int | None:
+        """The next unit of a worker; None where there is none for it now."""
+        following = self._last.get(worker, -2) + 1
+        if self._free:
+            unit = following if following in self._free else min(self._free)
+            self._free.remove(unit)
+        else:
+            others = [unit for unit, holders in self._out.items() if worker not in holders]
+            if not self.backups or not others:
+                return None
+            # The fewest copies first, then the one that has been out for longest.
+            unit = min(others, key=lambda u: (len(self._out[u]), min(self._out[u].values())))
+            self.again += 1
+        self._out.setdefault(unit, {})[worker] = next(self._turns)
+        self._last[worker] = unit
+        return unit
 
-        Raises:
-            ValueError: The first time, where the loss differs between two calls.
-        """
-        portions, size = self.config.portions, self.config.run
-        losses: PortionSums[float] = PortionSums(portions, height=self.config.height)
-        sums: PortionSums[Tensor] = PortionSums(portions, height=self.config.height)
-        for portion in range(index * size, min(portions, (index + 1) * size)):
-            loss = self._portion(portion)
-            if not self.computed:
-                self._check(portion, loss)
-            self.computed += 1
-            losses.add(0, portion, loss)
-            sums.add(0, portion, self.buffer.grad.clone())
-        loss_sum, gradient = losses.result(index), sums.result(index)
-        assert loss_sum is not None
-        assert gradient is not None
-        return loss_sum, gradient
+    def finish(self, unit: int) -> bool:
+        """Note an answer; says whether it is the first one for this unit."""
+        if unit in self._free:  # its worker had been given up, and answers after all
+            self._free.remove(unit)
+            return True
+        return self._out.pop(unit, None) is not None
 
-    def _portion(self, portion: int) -> float:
-        self.buffer.zero_grad()
-        with torch.enable_grad():
-            loss = self._loss(self.model, portion)
-            loss.backward()  # type: ignore[no-untyped-call]
-        for index in range(len(self.buffer)):
-            self.buffer.restore_gradient(index)
-        return float(loss.detach())
-
-    def _check(self, portion: int, loss: float) -> None:
-        again = self._portion(portion)
-        if abs(again - loss) > SAME_POINT * abs(loss):
-            raise ValueError(
-                f"portion {portion} gave the loss {loss} and then {again} at the same parameters; "
-                "it must be a function of them alone, as any worker may compute it: call "
-                "model.eval() or set dropout to 0, and draw nothing at random"
-            )
+    def lose(self, worker: int) -> None:
+        """Hand out again what a worker had that is gone."""
+        for unit in [unit for unit, holders in self._out.items() if worker in holders]:
+            del self._out[unit][worker]
+            if not self._out[unit]:
+                del self._out[unit]
+                self._free.add(unit)
+                self.again += 1
+        self._last.pop(worker, None)

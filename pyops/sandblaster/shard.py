@@ -1,136 +1,154 @@
-"""VectorShard: one part of every vector of L-BFGS, and the few operations on them.
+"""VectorShard: a part of the parameters and of all vectors of L-BFGS, and what is done with them.
 
-    origin, direction           trial: point = origin + step * direction
-    history rows s, y, g        take:  their inner products with the newest, of this part
-    sums of gradients           direct: direction = delta @ rows
+    point, direction        trial = point + t * direction        what workers fetch
+    gradient of each trial that the line search may still choose
+    history                 steps, differences of gradients, the gradient
 
-A coordinator orders operations by small commands and gets numbers back; vectors stay where they are
-(Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2).
+A coordinator orders operations and gets numbers for answers; vectors stay where they are (Dean et
+al. 2012, section 4.2).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyops.optim.lbfgs.history import History
-from pyops.sandblaster.sums import PortionSums
+from pyops.optim.lbfgs.history import products_of
+from pyops.sandblaster.tree_sum import TreeSum
 
-__all__ = ["VectorShard"]
+__all__ = ["Measures", "VectorShard"]
+
+
+class Measures(NamedTuple):
+    """Of a gradient's part.
+
+    Attributes:
+        slope: Its inner product with the direction, added in float64.
+        largest: The largest absolute component.
+        total: The sum of absolute components.
+    """
+
+    slope: float
+    largest: float
+    total: float
 
 
 class VectorShard:
-    """One part of the vectors.
+    """One shard's part of the vectors.
 
     Args:
-        numel: Numbers in the part.
-        dtype: fp32 or fp64.
+        values: Its part of the first parameters, float32 or float64 [n].
+        history_size: Pairs of steps and differences of gradients that are kept.
+        leaves: Portions of the batch, of which gradients are the sum.
 
     Attributes:
-        origin: [numel], the parameters at the end of the last iteration.
-        point: [numel], the parameters at which gradients are computed now.
-        evaluation: The number of that point; 0: there is none.
-        term: The coordinator's, by number; an older one's commands are refused.
-        initialized: Whether the first values are there.
+        point: The parameters from which the line search starts.
+        trial: Those at which losses are computed.
     """
 
-    def __init__(self, numel: int, *, dtype: torch.dtype = torch.float32) -> None:
-        self.origin = torch.zeros(numel, dtype=dtype, device="cpu")
-        self.direction = torch.zeros_like(self.origin)
-        self.point = self.origin
-        self.evaluation = self.term = 0
-        self.initialized = False
-        self._sums: PortionSums[Tensor] = PortionSums(1)
-        self._gradients: dict[int, Tensor] = {}
-        self._history: History | None = None
+    def __init__(self, values: Tensor, *, history_size: int, leaves: int) -> None:
+        self.point = values.detach().clone()
+        self.trial = self.point.clone()
+        self.direction = torch.zeros_like(self.point)
+        self.rows = self.point.new_zeros(2 * (history_size + 1) + 1, self.point.numel())
+        self._leaves = leaves
+        self._sum = TreeSum(leaves)
+        self._known: dict[float, Tensor] = {}
 
-    def initialize(self, values: Tensor) -> bool:
-        """The first values. Says whether they were taken: the first worker's are."""
-        if not self.initialized:
-            self.origin.copy_(values)
-            self.point = self.origin.clone()
-            self.initialized = True
-            return True
-        return False
+    # an evaluation
 
-    def push(self, evaluation: int, level: int, index: int, gradient: Tensor) -> bool:
-        """Take the gradient of a run of portions in, once; says whether it was new.
+    def begin_evaluation(self, step: float) -> None:
+        """Move the trial point, and begin a sum of gradients."""
+        torch.add(self.point, self.direction, alpha=step, out=self.trial)
+        self._sum = TreeSum(self._leaves)
+
+    def add_gradient(self, gradient: Tensor, index: int, level: int = 0) -> None:
+        """Add a worker's part of the gradient; see TreeSum.add.
 
         Args:
-            evaluation: The point at which it was computed; of another one than the shard's, it
-                changes nothing.
-            level: Of the run in the tree of portions.
-            index: Which one of its level.
-            gradient: [numel], a sum over the run; the shard's from now on.
+            gradient: This shard's part of it.
+            index: Of the node of the tree.
+            level: Of the node.
         """
-        return evaluation == self.evaluation and self._sums.add(level, index, gradient)
+        self._sum.add(gradient, index=index, level=level)
 
-    def run(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command; its numbers.
+    def end_evaluation(self, step: float, held: Sequence[float]) -> Measures:
+        """Keep the gradient of the trial point.
 
-        Raises:
-            ValueError: For the command of a coordinator that another one has replaced.
+        Args:
+            step: Its step length.
+            held: Step lengths whose gradients are kept besides.
         """
-        if command["term"] < self.term:
-            raise ValueError(
-                f"this is a command of coordinator {command['term']}, and coordinator {self.term} "
-                "leads the run since; let the older one end"
-            )
-        self.term = command["term"]
-        with torch.no_grad():
-            found: dict[str, Any] = getattr(self, f"_{command['kind']}")(**command["numbers"])
+        gradient = self._sum.total
+        self._sum = TreeSum(self._leaves)
+        self._known = {t: at for t, at in self._known.items() if t in held or t == 0.0}
+        self._known[step] = gradient
+        size = gradient.abs()
+        largest = float(size.max()) if gradient.numel() else 0.0
+        return Measures(self._dot(gradient), largest, float(size.sum()))
+
+    def _dot(self, gradient: Tensor) -> float:
+        return float(gradient.double() @ self.direction.double())
+
+    # an iteration
+
+    def begin_history(self, wanted: Sequence[tuple[int, int]]) -> list[float]:
+        """Forget all pairs, and begin with the gradient of the point.
+
+        Args:
+            wanted: Places whose inner products are asked for.
+
+        Returns:
+            This part of each.
+        """
+        self.rows[-1].copy_(self._known[0.0])
+        return self._products(wanted)
+
+    def accept(self, step: float) -> None:
+        """Make the trial of a step length the point of the next line search."""
+        self.point = torch.add(self.point, self.direction, alpha=step)
+        self._known = {0.0: self._known[step]}
+
+    def add_pair(
+        self, s: int, y: int, step: float, wanted: Sequence[tuple[int, int]]
+    ) -> list[float]:
+        """Write the last step and the difference of gradients along it into the history.
+
+        Args:
+            s, y: Their places.
+            step: The length of the step that was accepted.
+            wanted: Places whose inner products are asked for.
+
+        Returns:
+            This part of each.
+        """
+        gradient = self._known[0.0]
+        torch.mul(self.direction, step, out=self.rows[s])
+        torch.sub(gradient, self.rows[-1], out=self.rows[y])
+        self.rows[-1].copy_(gradient)
+        return self._products(wanted)
+
+    def _products(self, wanted: Sequence[tuple[int, int]]) -> list[float]:
+        found: list[float] = products_of(self.rows, wanted).tolist()
         return found
 
-    def _begin(self, history_size: int) -> dict[str, Any]:
-        """A run begins, or goes on from the last iteration without its history."""
-        self._history = History(
-            len(self.origin), size=history_size, dtype=self.origin.dtype, device="cpu"
-        )
-        self._gradients = {}
-        self.direction.zero_()
-        return {}
+    def turn(self, coefficients: Sequence[float]) -> tuple[float, float]:
+        """Set the direction to a combination of the history.
 
-    def _trial(self, evaluation: int, step: float, portions: int) -> dict[str, Any]:
-        self.point = torch.add(self.origin, self.direction, alpha=step)
-        self.evaluation, self._sums = evaluation, PortionSums(portions)
-        return {}
+        Args:
+            coefficients: One for each place.
 
-    def _finish(self, held: list[int]) -> dict[str, Any]:
-        """All portions are there: keep the gradient, and those of the evaluations in `held`."""
-        gradient = self._sums.result()
-        assert gradient is not None, "a gradient is finished before all of its portions are there"
-        self._gradients = {n: g for n, g in self._gradients.items() if n in held}
-        self._gradients[self.evaluation] = gradient
-        return {
-            "slope": _dot(gradient, self.direction),
-            "largest": float(gradient.abs().max()),
-            "length": float(gradient.abs().sum()),
-        }
+        Returns:
+            (its largest absolute component, this part of its inner product with the gradient)
+        """
+        weights = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+        self.direction = weights.to(self.rows.device, self.rows.dtype) @ self.rows
+        largest = float(self.direction.abs().max()) if self.direction.numel() else 0.0
+        return largest, self._dot(self._known[0.0])
 
-    def _take(
-        self, evaluation: int, step: float, new: list[int], used: list[int]
-    ) -> dict[str, Any]:
-        """Go to a point that was evaluated: rows s, y, g, and their inner products."""
-        assert self._history is not None
-        rows, gradient = self._history.rows, self._gradients[evaluation]
-        if len(new) > 1:
-            torch.mul(self.direction, step, out=rows[new[0]])
-            torch.sub(gradient, rows[-1], out=rows[new[1]])
-            self.origin.add_(self.direction, alpha=step)
-        rows[-1] = gradient
-        return {"products": self._history.products_of(new, used).tolist()}
-
-    def _direct(self, delta: list[float]) -> dict[str, Any]:
-        assert self._history is not None
-        rows = self._history.rows
-        self.direction = torch.tensor(delta, dtype=rows.dtype, device="cpu") @ rows
-        return {
-            "slope": _dot(rows[-1], self.direction),
-            "largest": float(self.direction.abs().max()),
-        }
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(a.double() @ b.double())
+    def values(self) -> Tensor:
+        """The parameters of the last point."""
+        return self.point

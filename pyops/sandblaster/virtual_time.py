@@ -1,9 +1,8 @@
-"""VirtualCluster: shards and workers in one process, on a clock that jumps from portion to portion.
+"""VirtualWorkers: the workers of a batch in one process, on a clock that jumps from answer to
+answer.
 
-    worker 0   | 0 | 2 | 4 | 5 |           5 was worker 1's: a backup, and the first answer counts
-    worker 1   |    1    |    5    |
-
-Gradients are computed for real; how long that takes is told.
+Losses and gradients are computed; only the time that they take is told. For trying what a slow or
+a dying worker costs, and for tests.
 """
 
 from __future__ import annotations
@@ -11,132 +10,135 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from pyops.comm.model_parts import flat_values
 from pyops.failure import CommunicationError
 from pyops.sandblaster.config import SandblasterConfig
-from pyops.sandblaster.portions import PortionGradients, PortionLoss
-from pyops.sandblaster.shard import VectorShard
-from pyops.sandblaster.sums import PortionSums
+from pyops.sandblaster.coordinator import LocalShards
+from pyops.sandblaster.portions import Portions
+from pyops.sandblaster.tree_sum import TreeSum
 
-__all__ = ["VirtualCluster", "VirtualPace"]
+__all__ = ["VirtualBatch", "VirtualMember"]
+
+Compute = Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
+"""(parameters, portions) -> (loss, gradient), as of Worker.compute."""
 
 
 @dataclass(frozen=True)
-class VirtualPace:
-    """How fast a worker of virtual time is.
+class VirtualMember:
+    """A worker of virtual time.
 
-    Attributes:
-        seconds: Of a run of portions: a number, or a function of (evaluation, run).
-        dies: When it is lost, in seconds; None: never.
+    Raises:
+        ValueError: For a time that is not above 0.
     """
 
-    seconds: float | Callable[[int, int], float] = 1.0
+    seconds: float = 1.0
+    """Of one portion."""
     dies: float | None = None
+    """When it does; what it had not answered is handed out again after `noticed` seconds."""
+    hangs: float | None = None
+    """When it begins to answer nothing any more, without anybody noticing."""
+    noticed: float = 0.2
+    """Seconds until its death is known."""
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"seconds is {self.seconds!r}; give the time of a portion, above 0")
+
+    def answers_at(self, begun: float, portions: int) -> float | None:
+        """When it has computed some portions; None: never."""
+        over = begun + self.seconds * portions
+        gone = [at for at in (self.dies, self.hangs) if at is not None and at < over]
+        return None if gone else over
 
 
-class VirtualCluster:
-    """The Cluster of a Coordinator, in virtual time.
+class VirtualBatch:
+    """One pass over the batch at a time, by virtual workers: what a Coordinator evaluates.
 
     Args:
-        model: Has the first values; all workers compute with it.
-        loss: As of PortionGradients.
-        workers: How fast each is.
-        config: How portions are handed out.
-        shards: How many parts the vectors are cut into.
+        shards: Which hold the parameters, and add the gradients.
+        compute: What a worker does.
+        workers: How long each takes.
+        config: How the batch is cut.
 
     Attributes:
-        now: Seconds.
-        repeated: Answers that came second, and changed nothing.
-        shards: The shards.
-        term: 1.
+        now: The time, in seconds.
+        again: Units that were handed out more than once.
+        answered: Units that each worker was the first to answer.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: PortionLoss,
-        workers: Sequence[VirtualPace],
-        *,
-        config: SandblasterConfig | None = None,
-        shards: int = 1,
+        shards: LocalShards,
+        compute: Compute,
+        workers: Sequence[VirtualMember],
+        config: SandblasterConfig,
     ) -> None:
         if not workers:
-            raise ValueError("there are no workers; give at least one VirtualPace")
-        self.config = config or SandblasterConfig()
-        values = flat_values(model)
-        self.gradients = PortionGradients(model, loss, self.config, shards=shards)
-        self.workers = list(workers)
-        self.shards = [VectorShard(len(p), dtype=p.dtype) for p in self.gradients.parts(values)]
-        for shard, part in zip(self.shards, self.gradients.parts(values), strict=True):
-            shard.initialize(part)
-        self.now, self.repeated, self.term = 0.0, 0, 1
+            raise ValueError("workers is empty; give one or more")
+        self._shards, self._compute = shards.shards, compute
+        self._workers, self._config = list(workers), config
+        self.now = 0.0
+        self.again = 0
+        self.answered = [0] * len(workers)
 
-    def ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """As of Cluster."""
-        return [shard.run(command) for shard in self.shards]
+    def __call__(self) -> float:
+        """All portions, at the shards' trial point; the sum of losses.
 
-    def parameters(self) -> Tensor:
-        """The parameters at which workers compute, as the model's flat vector."""
-        self._fetch()
-        return self.gradients.buffer.data.clone()
-
-    def _fetch(self) -> None:
-        parts = self.gradients.parts(self.gradients.buffer.data)
-        for part, shard in zip(parts, self.shards, strict=True):
-            part.copy_(shard.point)
-
-    def evaluate(self, evaluation: int) -> float:
-        """As of Cluster. CommunicationError where all workers are lost."""
-        self._fetch()
-        losses: PortionSums[float] = PortionSums(self.config.portions)
-        waiting, begun = list(range(self.config.runs)), dict[int, set[int]]()
-        events: list[tuple[float, int, int]] = []
-
-        def give(worker: int) -> None:
-            run = self._next(waiting, begun, worker)
-            if run is None:
-                return
-            pace = self.workers[worker]
-            seconds = pace.seconds
-            took = seconds(evaluation, run) if callable(seconds) else seconds
-            begun.setdefault(run, set()).add(worker)
-            if pace.dies is None or self.now + took < pace.dies:
-                heapq.heappush(events, (self.now + took, worker, run))
-
-        for worker in range(len(self.workers)):
-            give(worker)
-        while losses.result() is None:
+        Raises:
+            CommunicationError: No worker is left.
+        """
+        config = self._config
+        portions = Portions(config.units, backups=config.backups)
+        losses = TreeSum(config.portions)
+        events: list[tuple[float, int, int | None]] = []  # (when, worker, unit answered or None)
+        idle = []
+        for number, worker in enumerate(self._workers):
+            if worker.dies is None or worker.dies > self.now:
+                idle.append(number)
+        while not portions.over:
+            idle = [n for n in idle if not self._begun(n, portions, events)]
             if not events:
-                raise CommunicationError("all workers are lost; start others")
-            self.now, worker, run = heapq.heappop(events)
-            self._answered(evaluation, run, losses)
-            if losses.result() is None:
-                begun[run].add(len(self.workers))  # is answered
-                give(worker)
-        total = losses.result()
-        assert total is not None
-        return total
+                raise CommunicationError(
+                    f"portions are left and no worker is: {len(self._workers)} died or hang; start "
+                    "others"
+                )
+            self.now, number, unit = heapq.heappop(events)
+            if unit is None:
+                portions.lose(number)
+                continue
+            if portions.finish(unit):
+                self._answer(unit, losses)
+                self.answered[number] += 1
+            idle.append(number)
+        self.again += portions.again
+        return float(losses.total)
 
-    def _next(self, waiting: list[int], begun: dict[int, set[int]], worker: int) -> int | None:
-        """What a free worker computes: a run that is waiting, or one that another has not
-        answered."""
-        if waiting:
-            return waiting.pop(0)
-        answered = len(self.workers)
-        if self.config.backups:
-            for run in sorted(begun, key=lambda run: (len(begun[run]), run)):
-                if not begun[run] & {worker, answered}:
-                    return run
-        return None
+    def _begun(
+        self, number: int, portions: Portions, events: list[tuple[float, int, int | None]]
+    ) -> bool:
+        """Let an idle worker begin; whether there was anything for it."""
+        worker = self._workers[number]
+        if worker.hangs is not None and worker.hangs <= self.now:
+            return True
+        unit = portions.take(number)
+        if unit is None:
+            return False
+        over = worker.answers_at(self.now, len(self._config.portions_of(unit)))
+        if over is not None:
+            heapq.heappush(events, (over, number, unit))
+        elif worker.dies is not None:
+            heapq.heappush(events, (max(self.now, worker.dies + worker.noticed), number, None))
+        return True
 
-    def _answered(self, evaluation: int, run: int, losses: PortionSums[float]) -> None:
-        loss, gradient = self.gradients.run(run)
-        height = self.config.height
-        for shard, part in zip(self.shards, self.gradients.parts(gradient), strict=True):
-            shard.push(evaluation, height, run, part.clone())
-        if not losses.add(height, run, loss):
-            self.repeated += 1
+    def _answer(self, unit: int, losses: TreeSum) -> None:
+        """Compute what is answered first."""
+        level = self._config.level
+        values = torch.cat([shard.trial for shard in self._shards])
+        loss, gradient = self._compute(values, self._config.portions_of(unit))
+        losses.add(loss, index=unit, level=level)
+        parts = gradient.split([shard.trial.numel() for shard in self._shards])
+        for shard, part in zip(self._shards, parts, strict=True):
+            shard.add_gradient(part.clone(), unit, level)

@@ -109,7 +109,7 @@ def test_tasks_over_samples_have_the_losses_of_one_process(
         plain = dataclasses.replace(plain, elastic=ElasticConfig(freeze="bound", every=2))
     train_alone(plain)
     config = _with(plain, "shared", cp=2, cp_method="ring")
-    outcomes = world(2).run(train_on_rank, config)
+    outcomes = world(2).run(train_on_rank, config, timeout=180)
     assert [getattr(outcome, "steps", outcome) for outcome in outcomes] == [4] * 2
     assert same(losses(config), losses(plain))
     assert same(norms(config), norms(plain), within=1e-4)

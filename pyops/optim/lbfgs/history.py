@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["History", "combination", "inner_products"]
+__all__ = ["History", "PairTable", "combination", "inner_products", "products_of"]
 
 BLOCK = 1 << 14  # numbers of a vector whose products are added in their own dtype
 BLOCK_ON_DEVICE = 1 << 20
@@ -36,6 +36,18 @@ def inner_products(rows: Tensor, new: Sequence[int]) -> Tensor:
         part = rows[:, start : start + block]  # from memory once, from the cache for each of `new`
         total += torch.stack([torch.mv(part, part[number]) for number in new])
     return total
+
+
+def products_of(rows: Tensor, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    """Inner products, float64 [len(wanted)].
+
+    Args:
+        rows: [n, numel].
+        wanted: Pairs of numbers of rows; few differ in the first.
+    """
+    new = sorted({a for a, _ in wanted})
+    found = inner_products(rows, new)
+    return torch.stack([found[new.index(a), b] for a, b in wanted])
 
 
 def combination(products: Tensor, pairs: Sequence[tuple[int, int]], gradient: int) -> Tensor:
@@ -63,7 +75,69 @@ def combination(products: Tensor, pairs: Sequence[tuple[int, int]], gradient: in
     return delta
 
 
-class History:
+class PairTable:
+    """Which pairs of a basis are in use, and the inner products of its vectors, which lie
+    elsewhere.
+
+    Args:
+        size: Pairs that are kept at most.
+
+    Attributes:
+        products: float64 [2 (size + 1) + 1] squared, on the host: where both vectors are in use.
+        pairs: Places of the pairs in use, the oldest first.
+        counted: Inner products that were taken so far.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        count = 2 * (size + 1) + 1
+        self.products = torch.zeros(count, count, dtype=torch.float64, device="cpu")
+        self.pairs: list[int] = []
+        self.counted = 0
+
+    @property
+    def last(self) -> int:
+        """The gradient's place in the basis."""
+        return self.products.shape[0] - 1
+
+    def spare(self) -> int:
+        """The place of a pair that is not in use."""
+        return next(place for place in range(self.size + 1) if place not in self.pairs)
+
+    def places(self, pair: int) -> list[int]:
+        """Of a pair's step and difference, and of the gradient, in the basis."""
+        return [pair, self.size + 1 + pair, self.last]
+
+    def wanted(self, new: Sequence[int]) -> list[tuple[int, int]]:
+        """The places whose inner products have to be taken when some vectors are new."""
+        old = [place for pair in self.pairs for place in (pair, self.size + 1 + pair)]
+        used = [*old, *(place for place in new if place not in old)]
+        return [(a, b) for n, a in enumerate(new) for b in used if b not in new[:n]]
+
+    def put(self, wanted: Sequence[tuple[int, int]], numbers: Sequence[float]) -> None:
+        """Take up the inner products that were wanted."""
+        self.counted += len(wanted)
+        for (a, b), value in zip(wanted, numbers, strict=True):
+            self.products[a, b] = self.products[b, a] = value
+
+    def keep(self, pair: int) -> bool:
+        """Use a pair, in place of the oldest where there are too many; says whether it is kept,
+        which it is where the loss curves upwards along the step."""
+        s, y, _ = self.places(pair)
+        curvature = float(self.products[s, y])
+        lengths = float((self.products[s, s] * self.products[y, y]).sqrt())
+        if not curvature > CURVATURE * lengths:
+            return False
+        self.pairs = [*self.pairs[-self.size + 1 :], pair] if self.size > 1 else [pair]
+        return True
+
+    def coefficients(self) -> Tensor:
+        """Of the direction in the basis, float64, on the host."""
+        places = [(place, self.size + 1 + place) for place in self.pairs]
+        return combination(self.products, places, self.last)
+
+
+class History(PairTable):
     """The last steps and differences of gradients, and the gradient.
 
     Args:
@@ -74,9 +148,6 @@ class History:
     Attributes:
         rows: [2 (size + 1) + 1, numel]: steps, differences, the gradient; the pair of one place is
             to be tried.
-        products: float64, on the host: their inner products, where both are in use.
-        pairs: Places of the pairs in use, the oldest first.
-        counted: Inner products that were taken so far.
         reduce: Given float64 inner products of this process's parts, gives those of the whole
             vectors; None: the vectors are whole.
     """
@@ -84,12 +155,8 @@ class History:
     def __init__(
         self, numel: int, *, size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.size = size
-        self.rows = torch.zeros(2 * (size + 1) + 1, numel, dtype=dtype, device=device)
-        count = self.rows.shape[0]
-        self.products = torch.zeros(count, count, dtype=torch.float64, device="cpu")
-        self.pairs: list[int] = []
-        self.counted = 0
+        super().__init__(size)
+        self.rows = torch.zeros(self.last + 1, numel, dtype=dtype, device=device)
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -100,58 +167,36 @@ class History:
         """Forget all pairs, with this gradient."""
         self.pairs = []
         self.gradient.copy_(gradient)
-        self._take([self.rows.shape[0] - 1])
+        self._take([self.last])
 
     def add(self, step: Tensor, gradient: Tensor) -> bool:
-        """Take up a step and the gradient behind it; says whether the pair is kept, which it is
-        where the loss curves upwards along the step.
+        """Take up a step and the gradient behind it; says whether the pair is kept.
 
         Args:
             step: What was added to the parameters since the last gradient.
             gradient: The new one.
         """
-        spare = next(place for place in range(self.size + 1) if place not in self.pairs)
-        s, y = spare, self.size + 1 + spare
+        pair = self.spare()
+        s, y, _ = self.places(pair)
         self.rows[s].copy_(step)
         torch.sub(gradient, self.gradient, out=self.rows[y])
         self.gradient.copy_(gradient)
-        self.refresh(spare)
-        curvature = float(self.products[s, y])
-        lengths = float((self.products[s, s] * self.products[y, y]).sqrt())
-        if not curvature > CURVATURE * lengths:
-            return False
-        self.pairs = [*self.pairs[-self.size + 1 :], spare] if self.size > 1 else [spare]
-        return True
+        self.refresh(pair)
+        return self.keep(pair)
 
-    def refresh(self, place: int) -> None:
-        """Bring the inner products of the pair of this place, and of the gradient, up to date."""
-        self._take([place, self.size + 1 + place, self.rows.shape[0] - 1])
+    def refresh(self, pair: int) -> None:
+        """Bring the inner products of a pair, and of the gradient, up to date."""
+        self._take(self.places(pair))
 
     def direction(self) -> Tensor:
         """-H g, in new memory."""
         delta = self.coefficients()
         return delta.to(self.rows.device, self.rows.dtype) @ self.rows
 
-    def coefficients(self) -> Tensor:
-        """Of the direction in `rows`, float64, on the host."""
-        places = [(place, self.size + 1 + place) for place in self.pairs]
-        return combination(self.products, places, self.rows.shape[0] - 1)
-
-    def products_of(self, new: list[int], used: list[int]) -> Tensor:
-        """The inner products of new rows with rows in use, float64 [len(new), len(used)]."""
-        return inner_products(self.rows, new)[:, used]
-
     def _take(self, new: list[int]) -> None:
         """Bring the inner products of new vectors with all that are in use up to date."""
-        old = [place for pair in self.pairs for place in (pair, self.size + 1 + pair)]
-        used = [*old, *(place for place in new if place not in old)]
-        found = self.products_of(new, used)
-        wanted = [
-            (a, b) for a in range(len(new)) for b in range(len(used)) if used[b] not in new[:a]
-        ]
-        numbers = torch.stack([found[a, b] for a, b in wanted])
-        self.counted += len(wanted)
+        wanted = self.wanted(new)
+        numbers = products_of(self.rows, wanted)
         if self.reduce is not None:
             numbers = self.reduce(numbers)
-        for (a, b), value in zip(wanted, numbers.tolist(), strict=True):
-            self.products[new[a], used[b]] = self.products[used[b], new[a]] = value
+        self.put(wanted, numbers.tolist())

@@ -250,7 +250,7 @@ def check_nothing_grows(found: list[tuple[int, int, int, int]], rank: int) -> No
 
 @pytest.mark.parametrize("count", [14, full(50)])
 def test_nothing_is_left_after_many_transitions(world, count):
-    for rank, found in enumerate(world(4).run(transitions_body, count, timeout=120)):
+    for rank, found in enumerate(world(4).run(transitions_body, count, timeout=300)):
         check_nothing_grows(found[WARM:], rank)
 
 
@@ -302,7 +302,7 @@ def elastic_transitions_body(rank, group, count, folder):
 @pytest.mark.parametrize("count", [full(20), full(52)])
 def test_an_elastic_run_keeps_nothing_of_its_changes(world, tmp_path, count):
     for rank, found in enumerate(
-        world(4).run(elastic_transitions_body, count, str(tmp_path / "begin"), timeout=120)
+        world(4).run(elastic_transitions_body, count, str(tmp_path / "begin"), timeout=300)
     ):
         assert len(found) == count // CYCLE
         check_nothing_grows(found[3:], rank)

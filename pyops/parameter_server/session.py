@@ -45,9 +45,9 @@ def own_connection(store: dist.Store) -> dist.Store:
     return found
 
 
-def rendezvous(store: dist.Store, *, room: str = "parameter_server") -> dist.Store:
-    """Where the processes of a room leave notes for each other."""
-    return dist.PrefixStore(f"pyops/{room}", own_connection(store))
+def rendezvous(store: dist.Store) -> dist.Store:
+    """Where shards and replicas leave notes for each other."""
+    return dist.PrefixStore("pyops/parameter_server", own_connection(store))
 
 
 class Session:
