@@ -65,7 +65,7 @@ def check_weights(config: Config, plain: Config) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((4, 4, "2d", 0), (1, 1, "1d", 0)),
+        full((4, 4, "2d", 0), (1, 1, "1d", 0)),
         full((2, 2, "1d", 1), (4, 4, "2d", 1)),
         full((4, 4, "2d", 0), (8, 8, "3d", 1)),
     ],
