@@ -193,7 +193,9 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 
 
 def test_a_range_test_takes_all_ranks(monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "5")
+    places = {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
     given = dataclasses.replace(config_of(tmp_path, "cpu"), parallel=ParallelConfig(adapt=True))
     with pytest.raises(
         ConfigError,
