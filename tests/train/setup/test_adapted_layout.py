@@ -193,8 +193,8 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 
 
 def test_a_range_test_takes_all_ranks(monkeypatch, tmp_path):
-    places = {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in places.items():
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "5", **meeting}.items():
         monkeypatch.setenv(name, value)
     given = dataclasses.replace(config_of(tmp_path, "cpu"), parallel=ParallelConfig(adapt=True))
     with pytest.raises(
