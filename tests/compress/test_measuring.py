@@ -51,3 +51,19 @@ def test_a_token_takes_a_part_of_what_all_take(monkeypatch):
     options = MeasureConfig(rounds=3, new_tokens=4)
     ((token, batch),) = measuring.time_models(["a"], texts, options, Ranks.of(ALONE))
     assert (token.median, batch.median) == (2.0, 2.0)
+
+
+def test_the_slowest_rank_counts(monkeypatch):
+    monkeypatch.setattr(measuring, "_seconds", lambda call, device: call())
+    monkeypatch.setattr(measuring, "_decoding", lambda *_: lambda: 0.008)
+    monkeypatch.setattr(measuring, "_forward", lambda *_: lambda: 0.002)
+
+    def gathered(seconds: list[float], **_: Any) -> list[list[float]]:
+        return [seconds, [3 * each for each in seconds]]
+
+    monkeypatch.setattr(measuring, "gather_numbers", gathered)
+    texts: Any = SimpleNamespace(device=torch.device("cpu"))
+    options = MeasureConfig(rounds=3, new_tokens=4)
+    ((token, batch),) = measuring.time_models(["a"], texts, options, Ranks.of(ALONE))
+    assert token.median == pytest.approx(6.0)
+    assert batch.median == pytest.approx(6.0)
