@@ -267,9 +267,9 @@ class _Serving:
                 member.known = max(member.known, hello["acknowledged"])
             held.version = max(held.version, hello["seen"])
             wants = not held.initialized
+            replica = _Replica(hello["worker"], hello["incarnation"], since=time.monotonic())
+            self._replicas.append(replica)
             self._changed.notify_all()
-        replica = _Replica(hello["worker"], hello["incarnation"], since=time.monotonic())
-        self._replicas.append(replica)
         end = Endpoint(held, push_codec=codecs[0], fetch_codec=codecs[1])
         threading.Thread(target=self._talk, args=(replica, end, name, wants), daemon=True).start()
         return {"values": wants}
@@ -305,7 +305,13 @@ class _Serving:
 
     def _lost(self, replica: _Replica) -> None:
         with self._changed:
-            if self._held is not None and not self._ending and not replica.over:
+            # A replica that has connected again is there, whenever its old session's end is heard.
+            again = any(
+                (other.worker, other.incarnation) == (replica.worker, replica.incarnation)
+                for other in self._replicas
+                if other is not replica and not other.over
+            )
+            if self._held is not None and not self._ending and not replica.over and not again:
                 self._held.leave(replica.worker, replica.incarnation, lost=True)
             replica.over = True
             self._changed.notify_all()

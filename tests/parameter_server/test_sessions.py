@@ -15,11 +15,13 @@ from pyops.failure import CommunicationError
 from pyops.parameter_server import (
     ConnectConfig,
     DownpourConfig,
+    ParameterShard,
     ServerConfig,
     ShardConfig,
     connect,
     serve,
 )
+from pyops.parameter_server.serving import _Replica, _Serving
 from tests.parameter_server.replicas import adagrad, gradient, model, run, sgd, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
 
@@ -111,6 +113,22 @@ def test_a_replica_without_a_sign_of_life_is_lost_and_holds_up_nobody():
         silent.links.abandon()
     assert shards.reports[0].version == 4
     assert shards.reports[0].counts.lost_members == 1
+
+
+def test_the_end_of_an_old_session_loses_no_replica_that_has_connected_again():
+    serving = _Serving(tcp_store(), sgd, (0, 1), None, ServerConfig())
+    held = serving._held = ParameterShard(3, sgd)
+    old, new = _Replica(2, 7), _Replica(2, 7)
+    serving._replicas = [old]
+    held.join(2, 7)
+    serving._replicas.append(new)
+    held.join(2, 7)
+    serving._lost(old)
+    assert held.members[2].live
+    assert held.counts.lost_members == 0
+    serving._lost(new)
+    assert not held.members[2].live
+    assert held.counts.lost_members == 1
 
 
 def test_a_shard_that_is_started_again_goes_on_from_its_snapshot(tmp_path: Path):
