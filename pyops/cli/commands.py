@@ -49,9 +49,18 @@ from pyops.cli.data_command import add_data, tokens_made
 from pyops.cli.first_rank import is_first_rank, print_error
 from pyops.cli.folder_commands import add_eval, add_generate, answer, score
 from pyops.cli.launching import add_doctor, add_launch, examined, launch
-from pyops.cli.observing import add_flight, add_page, add_replay, flight, page, replay
+from pyops.cli.observing import (
+    add_flight,
+    add_page,
+    add_profile,
+    add_replay,
+    flight,
+    page,
+    profile,
+    replay,
+)
+from pyops.cli.overrides import add_overrides
 from pyops.cli.planning import add_plan, plan
-from pyops.cli.profiling import add_profile, profile
 from pyops.cli.simulate import add_arguments, report
 from pyops.cli.trials import launched as started_by_torchrun
 from pyops.cli.trials import num_ranks
@@ -171,14 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", metavar="CONFIG.toml")
-    train.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the file: --set train.num_steps=10",
-    )
+    add_overrides(train, help="override a key of the file: --set train.num_steps=10")
     train.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint of this run"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pyops.cli.first_rank import is_first_rank
+from pyops.cli.overrides import add_overrides
 
 __all__ = ["add_compress", "compressed"]
 
@@ -12,14 +13,7 @@ __all__ = ["add_compress", "compressed"]
 def add_compress(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pyops compress`."""
     parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the file: --set model.output=smaller",
-    )
+    add_overrides(parser, help="override a key of the file: --set model.output=smaller")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
 
 

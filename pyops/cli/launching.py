@@ -13,20 +13,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pyops.cli.overrides import add_overrides
+
 __all__ = ["add_doctor", "add_launch", "examined", "launch"]
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pyops launch`."""
     parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the file",
-    )
+    add_overrides(parser)
     by = parser.add_mutually_exclusive_group()
     for name, meaning in (
         ("slurm", "submit a script by sbatch"),

@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pyops.cli.first_rank import is_first_rank
+from pyops.cli.overrides import add_overrides
 from pyops.cli.trials import blocks_measured, num_ranks, ranks_joined, tried
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="without a cluster: the layouts with parallel.adapt on 1, 2, ... N ranks (8)",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as train"
-    )
+    add_overrides(parser, help="as train")
 
 
 def plan(given: argparse.Namespace) -> str:

@@ -72,6 +72,11 @@ FLOORS = {
         ["folder"],
         ["convert"],
     ],
+    "cli": [
+        ["first_rank", "overrides", "simulate", "trials"],
+        ["compressing", "data_command", "folder_commands", "launching", "observing", "planning"],
+        ["commands"],
+    ],
     "comm": [
         ["agreement", "broadcast", "failure"],
         ["collectives"],

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pyops.cli import main
-from pyops.cli.profiling import profile
+from pyops.cli.observing import profile
 from pyops.models import GPT, GPTConfig
 from pyops.observe.profile.measuring import StepProfile, profile_steps
 from pyops.observe.profile.operations import measured_peak, utilization

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from pyops.cli.overrides import add_overrides
+
 if TYPE_CHECKING:
     from pyops.config import Config
     from pyops.observe.profile.table import Peak
@@ -26,14 +28,7 @@ __all__ = ["add_profile", "profile"]
 def add_profile(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pyops profile`."""
     parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the file, as for pyops train",
-    )
+    add_overrides(parser, help="override a key of the file, as for pyops train")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed each way (3)")
     parser.add_argument(
         "--depth", type=int, default=2, metavar="N", help="of the modules that are listed (2)"

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from pyops.cli.overrides import add_overrides
+
 __all__ = ["add_flight", "add_page", "add_replay", "flight", "page", "replay"]
 
 SHOWN = 60  # characters of a row's text
@@ -79,14 +81,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pyops replay`."""
     parser.add_argument("config", metavar="CONFIG.toml")
     parser.add_argument("place", metavar="STEP", help="a folder of the run's spikes/")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the file, as for pyops train",
-    )
+    add_overrides(parser, help="override a key of the file, as for pyops train")
 
 
 def replay(given: argparse.Namespace) -> str:
