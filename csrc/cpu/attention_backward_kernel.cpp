@@ -47,6 +47,7 @@ struct Meeting {
     const KeyTile& keys;
     int64_t h, t, rows;  // head, first query, how many
     bool full;
+    PairsAhead next_bias, own_dbias;
     uint64_t seen[QT];
 };
 
@@ -109,6 +110,8 @@ void differentiate(const AttentionSpan& span, const AttentionGradient& grad,
         W *const x = room.weights + m * QT, *const dp = room.gradient + m * QT,
                  *const kept = room.kept + m * QT,
                  *const slope = span.soft_cap != 0.0 ? room.slope + m * QT : nullptr;
+        at.next_bias.fetch<false>(m);
+        at.own_dbias.fetch<true>(m);
         score_row(x, slope, span, at.keys, at.h, at.t + m);
         const bool all = at.full || at.seen[m] == ~uint64_t{0};
         if (!all) keep_seen(x, at.seen[m], W(-INFINITY));
@@ -121,6 +124,15 @@ void differentiate(const AttentionSpan& span, const AttentionGradient& grad,
     // Rows that only fill a register up
     const size_t filled = static_cast<size_t>((padded(at.rows, MR) - at.rows) * QT) * sizeof(W);
     memset(room.gradient + at.rows * QT, 0, filled);
+}
+
+// Where store_bias_gradient will write.
+inline PairsAhead stored_ahead(const AttentionSpan& span, const AttentionGradient& grad,
+                               const Meeting& at) {
+    const int64_t size = size_of(grad.dbias_dtype),
+                  first = ((at.keys.b * span.H + at.h) * span.T + at.t) * span.S + at.keys.first;
+    return {static_cast<const char*>(grad.dbias) + first * size, at.rows, at.keys.count * size,
+            span.S * size};
 }
 
 // A number of dbias belongs to one pair: it is stored as it is.
@@ -205,7 +217,6 @@ void meet(const AttentionSpan& span, const AttentionGradient& grad,
           const BackwardRoom<Real<S>>& room, Meeting& at, int32_t ordinal, int64_t ld) {
     using W = Real<S>;
     const int64_t b = at.keys.b, packed = padded(at.rows, MR);
-    if (span.bias) fetch_bias(span, at.keys, at.h, at.t, at.rows);
     load_tile<S>(room.q, ld, span.q, b, at.t, at.rows, at.h, span.K, span.scale, QT);
     load_tile<S>(room.dy, ld, grad.dy, b, at.t, at.rows, at.h, span.K, 1.0, QT);
     product<false>(room.weights, QT, packed, QT, Factor<W>{room.q, ld, 1}, room.key_turned, QT,
@@ -261,7 +272,10 @@ void backward(const AttentionSpan& span, const AttentionGradient& grad, int64_t 
         for (int64_t n = lists.starts[list]; n < lists.starts[list + 1]; ++n) {
             const Visit& visit = lists.visits[n];
             const int64_t t = visit.tile * QT, left = span.T - t;
-            Meeting at{keys, h, t, left < QT ? left : QT, visit.full, {}};
+            Meeting at{keys, h, t, left < QT ? left : QT, visit.full, {}, {}, {}};
+            if (n + 1 < lists.starts[list + 1])
+                at.next_bias = bias_ahead(span, b, h, lists.visits[n + 1].tile * QT, keys.first);
+            if (grad.dbias && !grad.dbias_shared) at.own_dbias = stored_ahead(span, grad, at);
             meet<S>(span, grad, room, at, visit.ordinal, ld);
         }
     }

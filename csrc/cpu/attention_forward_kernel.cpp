@@ -108,9 +108,8 @@ struct ForwardRoom {
 // 64 queries from t on, whose numbers begin at `row` of the room, and a tile of keys.
 template <typename W>
 void visit(const AttentionSpan& span, const ForwardRoom<W>& room, const KeyTile& keys, int64_t h,
-           int64_t t, int64_t row, bool full, int64_t ld) {
+           int64_t t, int64_t row, bool full, const PairsAhead& next_bias, int64_t ld) {
     const int64_t rows = span.T - t < QT ? span.T - t : QT, packed = padded(rows, MR);
-    if (span.bias) fetch_bias(span, keys, h, t, rows);
     product<false>(room.scores, QT, packed, QT, Factor<W>{room.q + row * ld, ld, 1},
                    room.key_turned, QT, span.K);
     uint64_t seen[QT];
@@ -118,6 +117,7 @@ void visit(const AttentionSpan& span, const ForwardRoom<W>& room, const KeyTile&
     W factor[QT];
     for (int64_t m = 0; m < rows; ++m) {
         W* const x = room.scores + m * QT;
+        next_bias.fetch<false>(m);
         score_row(x, static_cast<W*>(nullptr), span, keys, h, t + m);
         if (!full && seen[m] != ~uint64_t{0}) keep_seen(x, seen[m], W(-INFINITY));
         const W before = room.maximum[row + m], here = maximum_of(x),
@@ -190,8 +190,11 @@ void forward(const AttentionSpan& span, int64_t item, void* scratch) {
         load_tile<S>(room.value, ld, span.v, b, keys.first, keys.count, g, span.K, 1.0, QT);
         for (int64_t k = 0; k < tiles; ++k)
             if (next[k] < last[k] && next[k]->tile == tile) {
-                visit(span, room, keys, h, t0 + k * QT, k * QT, next[k]->full, ld);
-                ++next[k];
+                const Visit& here = *next[k]++;
+                PairsAhead next_bias;
+                if (next[k] < last[k])
+                    next_bias = bias_ahead(span, b, h, t0 + k * QT, next[k]->tile * QT);
+                visit(span, room, keys, h, t0 + k * QT, k * QT, here.full, next_bias, ld);
             }
     }
     finish<S>(span, room, b, h, t0, rows, ld);

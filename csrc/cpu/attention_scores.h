@@ -164,18 +164,35 @@ void add_bias_row(W* x, const AttentionSpan& span, const KeyTile& keys, int64_t 
     }
 }
 
-// Asks for the bias of a tile, whose rows lie too far apart for the processor to foresee them, while
-// there is a product to compute.
-inline void fetch_bias(const AttentionSpan& span, const KeyTile& keys, int64_t h, int64_t t,
-                       int64_t rows) {
+// A tile of a matrix with a number for each pair of a query and a key, whose rows lie too far apart
+// for the processor to foresee them. Each is asked for on its own, beside work on another row: all
+// of them at once would be more than a core can wait for. Into L2, for rows that are a multiple of
+// 4 KiB apart share few places of L1.
+struct PairsAhead {
+    const char* tile = nullptr;
+    int64_t rows = 0, row_bytes = 0, stride = 0;
+
+    template <bool WRITTEN>
+    void fetch(int64_t m) const {
+        if (m >= rows) return;
+        const char* const row = tile + m * stride;
+        for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at, WRITTEN, 2);
+        // GCC takes a function that only prefetches for one without effect, and drops its calls
+        asm volatile("");
+    }
+};
+
+// The bias of the tile that comes after this one.
+inline PairsAhead bias_ahead(const AttentionSpan& span, int64_t b, int64_t h, int64_t t,
+                             int64_t first_key) {
+    if (!span.bias) return {};
     const int64_t* const stride = span.bias_stride;
-    const int64_t size = span.bias_dtype == FP64 ? 8 : span.bias_dtype == FP32 ? 4 : 2;
-    const char* row =
-        static_cast<const char*>(span.bias) +
-        size * (keys.b * stride[0] + h * stride[1] + t * stride[2] + keys.first * stride[3]);
-    const int64_t bytes = stride[3] == 0 ? 1 : keys.count * size, next = size * stride[2];
-    for (int64_t m = 0; m < (next ? rows : 1); ++m, row += next)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+    const int64_t size = size_of(span.bias_dtype),
+                  keys = span.S - first_key < QT ? span.S - first_key : QT,
+                  queries = span.T - t < QT ? span.T - t : QT;
+    return {static_cast<const char*>(span.bias) +
+                size * (b * stride[0] + h * stride[1] + t * stride[2] + first_key * stride[3]),
+            stride[2] == 0 ? 1 : queries, stride[3] == 0 ? 1 : keys * size, stride[2] * size};
 }
 
 inline int64_t clamped(int64_t x, int64_t low, int64_t high) {

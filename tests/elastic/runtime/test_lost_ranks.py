@@ -47,7 +47,7 @@ def caught(call) -> tuple[str, tuple[int, ...]]:
 
 def idle_body(rank, group):
     """Ranks 0 and 1 train, 2 and 3 wait for a decision; rank 1 dies in its second step."""
-    failure.PATIENCE = 3.0  # seconds for the note of the rank that has died
+    failure.PATIENCE = 6.0  # seconds for the note of the rank that has died
     message = make_control_group()
     layout = Layout(4, 2, 1, (0, 1, 2), 0, 2)
     active = LayoutGroups(layout, control_group=message)

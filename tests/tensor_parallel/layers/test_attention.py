@@ -124,7 +124,9 @@ def errors(
     return found
 
 
-# Bounds of fp32 are those of the CPU's way to compute attention.
+# Bounds of fp32 are those of the CPU's way to compute attention. Where the gradient of a bias is a
+# difference of larger sums, the error of one rank is a draw of its own, which another library of
+# products changes by a factor of two.
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.cpu_only)], ids=str
 )
@@ -136,7 +138,7 @@ def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: tor
         for name, (shared, alone) in found.items():
             for what, error in shared.items():
                 assert error <= max(
-                    BOUND[dtype], 2 * alone[what] if dtype == torch.float32 else 0
+                    BOUND[dtype], 4 * alone[what] if dtype == torch.float32 else 0
                 ), (name, what, error)
 
 
