@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.default_device import default_device
-from tests.workers import collect_garbage, world  # noqa: F401 - a fixture, found by name
+from tests.workers import world  # noqa: F401 - a fixture, found by name
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -104,10 +104,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if _is_for_the_device(item)]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """What is imported and collected is never garbage: to look through it again and again would
+    take a third of the time of the collection."""
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected is never garbage: to look through it would take every
-    gc.collect of a test most of a second."""
-    collect_garbage()
+    """Nor would a test find garbage there: to look through it would take every gc.collect of a test
+    most of a second."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
