@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import require
 from pyops.local_sgd import LocalSGDConfig
+from pyops.local_sgd.config import METHODS
 from pyops.optim.lr_scheduler import cosine_ratio
+from pyops.parameter_server import DownpourConfig
+from pyops.parameter_server.config import check_number
 from pyops.precision import PRECISIONS
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "TrainConfig",
 ]
 
+DOWNPOUR = "downpour"
 COMMUNICATING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 OPTIMIZERS = (
     "adamw",
@@ -121,20 +125,60 @@ class CommunicationConfig:
 
 @dataclass(frozen=True)
 class AsynchronousConfig(LocalSGDConfig):
-    """How ranks train as replicas of their own: the options of `pyops.local_sgd.LocalSGDConfig`.
+    """How ranks train as replicas of their own: the options of `pyops.local_sgd.LocalSGDConfig`,
+    and some of `pyops.parameter_server.DownpourConfig` and `ShardConfig`.
 
     Attributes:
         method: "none": all ranks take each step together. "local_sgd", "diloco", "easgd": each rank
-            is a replica.
-        codec: The name of a codec, or "none".
+            is a replica, and the replicas meet. "downpour": each rank is a replica and holds a
+            shard of the parameters, to which gradients are pushed (Dean et al., 2012).
+        every: With "downpour", which meets for nothing else, steps from one report of the mean loss
+            over all replicas to the next; signals are heard there, too.
+        codec: The name of a codec, or "none"; with "downpour" of the pushes.
+        fetch_every: Of "downpour", like all that follow: steps from one fetch of the parameters to
+            the next; n_fetch in the paper.
+        push_every: Steps from one push of the accrued gradients to the next; n_push in the paper.
+        fetch_delay: Steps during which a fetch travels; 0: the replica waits for its push and then
+            for its fetch.
+        local_lr: The rate of the replica's own steps between two fetches; 0: it makes none.
+        warm_start: Steps of the first replica alone, before the others begin; at most `every`.
     """
 
     method: str = "none"
     codec: str = "none"
+    fetch_every: int = 1
+    push_every: int = 1
+    fetch_delay: int = 1
+    local_lr: float = 0.0
+    warm_start: int = 0
 
     def __post_init__(self) -> None:
-        if self.on:
+        if self.method == DOWNPOUR:
+            check_number(self.every, name="every", least=1)
+            check_number(self.warm_start, name="warm_start", least=0)
+            if self.warm_start > self.every:
+                raise ValueError(
+                    f"warm_start is {self.warm_start}, but the replicas meet after {self.every} "
+                    "steps (every); give warm_start <= every"
+                )
+            self.check_codec()
+            _ = self.downpour
+        elif self.on and self.method not in METHODS:
+            known = ", ".join((*METHODS, DOWNPOUR))
+            raise ValueError(f"method is {self.method!r}; choose one of none, {known}")
+        elif self.on:
             super().__post_init__()
+
+    @property
+    def downpour(self) -> DownpourConfig:
+        """How a replica of "downpour" exchanges with the shards."""
+        return DownpourConfig(
+            fetch_every=self.fetch_every,
+            push_every=self.push_every,
+            fetch_delay=self.fetch_delay,
+            local_lr=self.local_lr,
+            push_codec=self.wire_codec,
+        )
 
     @property
     def on(self) -> bool:

@@ -113,6 +113,10 @@ class LocalSGDConfig:
                 f"after is {self.after}, which is of method 'local_sgd' (post-local SGD); "
                 f"method is {self.method!r}: set after to 0"
             )
+        self.check_codec()
+
+    def check_codec(self) -> None:
+        """ValueError or TypeError for a codec that writes no differences."""
         if isinstance(self.wire_codec, CollectiveCodec):
             raise ValueError(
                 f"codec is {self.codec!r}, which multiplies matrices while it communicates; "
@@ -128,7 +132,13 @@ class LocalSGDConfig:
             raise TypeError(
                 f"codec is {self.codec!r}; give a codec of pyops.comm, such as Int8(), or its name"
             )
-        return None if self.codec in ("none", "identity") else parse(self.codec)
+        if self.codec in ("none", "identity"):
+            return None
+        try:
+            return parse(self.codec)
+        except ValueError as error:
+            known = str(error).partition("; ")[2]
+            raise ValueError(f"codec is {self.codec!r}; {known}") from None
 
     @property
     def averages(self) -> bool:

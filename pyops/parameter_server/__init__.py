@@ -23,7 +23,7 @@ from pyops.parameter_server.config import DownpourConfig, ShardConfig
 from pyops.parameter_server.connecting import ConnectConfig, connect
 from pyops.parameter_server.leases import Leases
 from pyops.parameter_server.messages import Links, Pending, Reply, Request
-from pyops.parameter_server.serving import ServerConfig, ShardReport, serve, stop
+from pyops.parameter_server.serving import HostedShard, ServerConfig, ShardReport, serve, stop
 from pyops.parameter_server.shard import ParameterShard
 from pyops.parameter_server.virtual_time import Clock, VirtualTime, VirtualWorker
 
@@ -32,6 +32,7 @@ __all__ = [
     "Clock",
     "ConnectConfig",
     "DownpourConfig",
+    "HostedShard",
     "Leases",
     "Links",
     "ParameterShard",

@@ -50,6 +50,7 @@ class Client:
         versions: Of each shard, the version of the parameters that the model computes with.
         staleness: How many pushes were applied with which staleness, of all shards.
         refused: Pushes that shards refused, by Verdict.
+        pushes: How the part of each shard is written, with what a codec has left out.
         skipped: Steps whose gradient held a number that is not finite; it is in no push.
 
     Raises:
@@ -76,7 +77,7 @@ class Client:
         self._parts = [slice(a, b) for a, b in pairwise(starts)]
         sizes = [part.stop - part.start for part in self._parts]
         dtype = data.dtype
-        self._pushes = [Part(n, dtype=dtype, codec=codecs[0], feedback=True) for n in sizes]
+        self.pushes = [Part(n, dtype=dtype, codec=codecs[0], feedback=True) for n in sizes]
         self._fetches = [Part(n, dtype=dtype, codec=codecs[1]) for n in sizes]
         self._known = data.clone()
         self._accrued = torch.zeros_like(data)
@@ -140,6 +141,14 @@ class Client:
             self._begin_push()
             yield from self._pushed()
 
+    def settle(self) -> None:
+        """Have all arrive that is on its way, and push what is accrued: afterwards this replica
+        has nothing that the shards do not know."""
+        for pending in self._arrive():
+            pending.result()
+        for pending in self.flush():
+            pending.result()
+
     def start(self) -> Client:
         """Wait for the shards' parameters, as the first step needs them; returns the client."""
         for pending in self.first_fetch():
@@ -187,7 +196,7 @@ class Client:
         if self.config.mean:
             self._accrued /= self._count
         for shard, where in enumerate(self._parts):
-            part = self._pushes[shard]
+            part = self.pushes[shard]
             whole = message(part.payload_bytes)
             part.write(self._accrued[where], whole[HEADER_BYTES:])
             self._sequences[shard] += 1

@@ -31,7 +31,7 @@ from pyops.parameter_server.session import Session, Tag, rendezvous
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
 
-__all__ = ["ServerConfig", "ShardReport", "serve", "stop"]
+__all__ = ["HostedShard", "ServerConfig", "ShardReport", "serve", "stop"]
 
 POLL = 0.01  # seconds
 STOP = "stop"
@@ -127,6 +127,64 @@ def serve(
     return serving.report()
 
 
+class HostedShard:
+    """A shard that a thread of this process serves, beside what else the process does; the same
+    process may hold a replica.
+
+    Args:
+        store: As of `serve`, like all that follow.
+        optimizer: Makes the optimizer of a flat parameter.
+        shard: Which one.
+        shards: How many there are.
+        config: When it answers, what it applies, and what it keeps.
+        server: When a replica is lost. Its `snapshots` are not read.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        optimizer: MakeOptimizer,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        config: ShardConfig | None = None,
+        server: ServerConfig | None = None,
+    ) -> None:
+        check_optimizer(optimizer(nn.Parameter(torch.zeros(1, device="cpu"))))
+        self._serving = _Serving(
+            rendezvous(store), optimizer, (shard, shards), config, server or ServerConfig()
+        )
+        self._serving.begin(None)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"shard {shard}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._serving.run()
+        except Exception as error:  # of the optimizer, of the store: `shard` raises it
+            self._error = error
+        finally:
+            self._serving.end()
+
+    @property
+    def shard(self) -> ParameterShard:
+        """What is held. It changes in other threads, but while no push is on its way.
+
+        Raises:
+            CommunicationError: The shard is not served any more, or no replica has joined yet.
+        """
+        if self._error is not None:
+            raise CommunicationError(f"the shard of this process ended: {self._error}")
+        if self._serving.held is None:
+            raise CommunicationError("no replica has joined the shard of this process; connect one")
+        return self._serving.held
+
+    def join(self) -> None:
+        """Wait for the end, which `stop` tells all shards of a store."""
+        self._thread.join()
+
+
 @dataclass
 class _Replica:
     """A session and what it is watched by."""
@@ -160,6 +218,11 @@ class _Serving:
         self._known_codecs: dict[str, Codec] = {c.name: c for c in (*CODECS, *server.codecs)}
 
     # life
+
+    @property
+    def held(self) -> ParameterShard | None:
+        """The shard, once a replica has said how large it is."""
+        return self._held
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Take a number, and the snapshot, and say that the shard is there."""

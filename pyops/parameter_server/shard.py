@@ -299,6 +299,19 @@ class ParameterShard:
             "played": self._played,
         }
 
+    def load_values(self, values: Tensor, optimizer: dict[str, Any], *, applied: int) -> None:
+        """Go on from the values of another run, while no push is on its way. Who has joined stays.
+
+        Args:
+            values: [numel], of the shard's dtype.
+            optimizer: The optimizer's state.
+            applied: How many pushes were applied, as `warm_start` counts them.
+        """
+        with torch.no_grad():
+            self.parameter.copy_(values)
+        self.optimizer.load_state_dict(optimizer)
+        self.counts.applied = applied
+
     def load_state_dict(self, state: dict[str, Any], *, restarted: bool = False) -> None:
         """Take over a state.
 

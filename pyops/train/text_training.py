@@ -9,7 +9,7 @@ reported in nats per byte of text, or per token of files of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from pyops.models import sample
 from pyops.train.loop import Row, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_memory
 from pyops.train.report.metrics import StepMemory
+from pyops.train.report.outcome import Outcome
 from pyops.train.report.traffic import Traffic
 from pyops.train.setup.averaged import Averaged
+from pyops.train.setup.downpour import Downpour
 from pyops.train.setup.gpt_layers import HeadLoss
 from pyops.train.setup.planned import Planned
 from pyops.train.setup.recipe import is_planned, make_mesh, make_model, num_parameters
@@ -75,7 +77,8 @@ class TextTraining(TokenTraining):
         config, mesh, num_elements = self.config, self.mesh, self.num_parameters
         loss = HeadLoss(self.data.tokenizer)
         if config.asynchronous.on:
-            return Averaged(config, self.model, group=mesh.group("dp"), loss=loss), 0
+            replica = Downpour if config.asynchronous.method == "downpour" else Averaged
+            return replica(config, self.model, group=mesh.group("dp"), loss=loss), 0
         if not is_planned(config):
             found = Replicated(config, self.model, group=mesh.group("dp"), loss=loss)
             return found, num_elements
@@ -125,7 +128,13 @@ class TextTraining(TokenTraining):
 
     def sent(self) -> Row:
         """Bytes that this rank sent in the last step."""
-        return self.traffic.step()
+        return {**self.traffic.step(), **self.strategy.metrics()}
+
+    def finish(self, rows: Sequence[Row], *, stopped_by: int) -> tuple[Outcome, list[str]]:
+        """See `Training.finish`."""
+        outcome = super().finish(rows, stopped_by=stopped_by)
+        self.strategy.close()
+        return outcome
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyops.config.run_sections import RunSections
+from pyops.config.training_sections import DOWNPOUR
 
 __all__ = ["check_asynchronous"]
 
@@ -38,7 +39,36 @@ def check_asynchronous(config: RunSections) -> None:
             f"{method} that send no gradients, but communication.codec is "
             f'{config.communication.codec!r}: set it to "none", and asynchronous.codec'
         )
+    if config.asynchronous.method == DOWNPOUR:
+        _check_downpour(config, method)
     if config.precision.dtype == "fp16":
         raise ValueError(
             f'{method} with a loss scale each, but precision.dtype is "fp16": set it to bf16'
         )
+
+
+def _check_downpour(config: RunSections, method: str) -> None:
+    """What shards, which hold parts of layers, do not go with."""
+    optimizer, train = config.optimizer, config.train
+    if optimizer.name in ("lamb", "lars", "adafactor"):
+        raise ValueError(
+            f"{method} and hold shards of a vector, but optimizer.name {optimizer.name!r} goes by "
+            "the norms of whole layers: set it to adagrad, say"
+        )
+    if optimizer.weight_decay:
+        raise ValueError(
+            f"{method} and hold shards of a vector, in which weights and biases are not told "
+            f"apart, but optimizer.weight_decay is {optimizer.weight_decay:g}: set it to 0"
+        )
+    if config.precision.dtype != "fp32":
+        raise ValueError(
+            f"{method} and hold shards in fp32, but precision.dtype is "
+            f"{config.precision.dtype!r}: set it to fp32"
+        )
+    warm = config.asynchronous.warm_start
+    for key in ("validate_every", "checkpoint_every"):
+        if 0 < (every := getattr(train, key)) < warm:
+            raise ValueError(
+                f"asynchronous.warm_start is {warm}, but the replicas meet after train.{key} = "
+                f"{every} steps; give a warm start of at most so many"
+            )

@@ -7,9 +7,9 @@ codec if any; one-bit optimizers communicate themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pyops.comm.agreement import naming_lost_ranks
 from pyops.config import Config
 from pyops.config.run_plan import loss_scale_of
-from pyops.data_parallel import DataParallel
+from pyops.flat import FlatBuffer
 from pyops.models import GPT
 from pyops.parallel.losses import CountedLoss
 from pyops.parallel.rows.batches import microbatches
@@ -27,7 +27,24 @@ from pyops.train.setup.recipe import make_data_parallel, make_optimizer
 from pyops.train.setup.state import load_optimizer_state, optimizer_state, read
 from pyops.train.setup.strategy import Strategy
 
-__all__ = ["FlatTrainer", "Replicated", "held_bytes"]
+__all__ = ["FlatTrainer", "HasGradients", "Replicated", "held_bytes", "sum_over_ranks"]
+
+
+class HasGradients(Protocol):
+    """A model whose gradients lie in flat buffers: a DataParallel, say."""
+
+    @property
+    def flat(self) -> Sequence[FlatBuffer]:
+        """The buffers."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within, backward adds gradients and sends none."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        ...
 
 
 class FlatTrainer:
@@ -52,7 +69,7 @@ class FlatTrainer:
         self,
         config: Config,
         model: GPT,
-        parallel: DataParallel,
+        parallel: HasGradients,
         optimizer: Any,
         *,
         loss: CountedLoss,
@@ -128,7 +145,7 @@ class FlatTrainer:
             total += nats.detach()
         return total
 
-    def _nats(self, model: nn.Module, rows: Mapping[str, Any]) -> Tensor:
+    def _nats(self, model: Callable[..., Any], rows: Mapping[str, Any]) -> Tensor:
         """Sum over the rows of -ln p(next token)."""
         return self.loss.sum(model(**rows), rows)
 
@@ -222,7 +239,7 @@ class Replicated(Strategy):
         return held_bytes(self.model, self.parallel, self.optimizer)
 
 
-def held_bytes(model: nn.Module, parallel: DataParallel, optimizer: Any) -> dict[str, int]:
+def held_bytes(model: nn.Module, parallel: HasGradients, optimizer: Any) -> dict[str, int]:
     """{"parameters", "gradients", "states"}: bytes of a model in flat buffers."""
     states = [value for entries in optimizer.state.values() for value in entries.values()]
     flat = [buffer.data for buffer in parallel.flat]

@@ -74,6 +74,14 @@ class Strategy(ABC):
         are of the last token. The ranks that share a copy call it alike."""
         return self.model
 
+    def metrics(self) -> dict[str, float]:
+        """What metrics.jsonl has of the last step besides the rest."""
+        return {}
+
+    def close(self) -> None:
+        """End what goes on beside the steps. A collective, at the end of the run."""
+        return
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """{"model", "optimizer", "communication"}, by parameter name; tensors, or this rank's
