@@ -13,27 +13,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as entry
-from benchmarks import (
-    accuracy,
-    bench_activation,
-    bench_codec,
-    bench_cross_entropy,
-    bench_gpt,
-    bench_kernels,
-    bench_layerwise,
-    bench_norm,
-    bench_optim,
-    gpt_step,
-    harness,
-    machine,
-    offload_device,
-    profile_kernels,
-    profile_step,
-    report,
-    rivals,
-    trace,
-    verdicts,
-)
+from benchmarks.instruments import accuracy, harness, machine, report, rivals, trace, verdicts
+from benchmarks.links import bench_codec
+from benchmarks.ops.layers import bench_activation, bench_cross_entropy, bench_norm
+from benchmarks.ops.machine_code import profile_kernels
+from benchmarks.ops.optimizers import bench_kernels, bench_layerwise, bench_optim
+from benchmarks.parallel.data import offload_device
+from benchmarks.training import bench_gpt, gpt_step, profile_step
 from tests.benchmarks.test_benchmarks import case
 
 pytestmark = pytest.mark.cpu_only
