@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the compiler makes of every Triton kernel, under the Triton that is installed and under the one that the oldest supported
 # torch brings: registers, spills and instructions within bounds, and as fast under both as far as that can be read from them
-# (benchmarks/triton_facts.py). Every launch of tests/ops/triton/test_ahead.py compiles under the older one too.
+# (benchmarks/ops/machine_code/triton_facts.py). Every launch of tests/ops/triton/test_ahead.py compiles under the older one too.
 # Fetches the older Triton once, into build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,9 +14,9 @@ import triton
 assert triton.__version__ == "$VERSION", triton.__version__
 END
 export TRITON_DEFAULT_FP_FUSION=1  # as it has been; the newest Triton warns that it will not be
-PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m benchmarks.triton_facts "$folder/facts.json" &
+PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m benchmarks.ops.machine_code.triton_facts "$folder/facts.json" &
 older=$!
-PYTHONPATH=. TRITON_CACHE_DIR=build/triton-cache "$PYTHON" -m benchmarks.triton_facts build/triton-facts.json
+PYTHONPATH=. TRITON_CACHE_DIR=build/triton-cache "$PYTHON" -m benchmarks.ops.machine_code.triton_facts build/triton-facts.json
 wait "$older"
 PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 tests/ops/triton/test_ahead.py
-PYTHONPATH=. "$PYTHON" -m benchmarks.triton_facts "$folder/facts.json" build/triton-facts.json
+PYTHONPATH=. "$PYTHON" -m benchmarks.ops.machine_code.triton_facts "$folder/facts.json" build/triton-facts.json

@@ -1,7 +1,8 @@
 """`python -m benchmarks [NAME...]`: run benches, append their rows under results/, write the tables
 anew.
 
-Each `bench_NAME.py` beside this file has `run(options) -> list of rows`; it prints as it goes.
+Each `bench_NAME.py` in the folders beside this file has `run(options) -> list of rows`; it prints
+as it goes. NAME is unique among all folders, so that a bench is called without its folder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Options", "main", "names"]
+__all__ = ["Options", "main", "module_of", "names"]
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -31,7 +32,13 @@ class Options:
 
 def names() -> list[str]:
     """The benches there are."""
-    return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    return sorted(path.stem.removeprefix("bench_") for path in FOLDER.rglob("bench_*.py"))
+
+
+def module_of(name: str) -> str:
+    """The module of the bench called `name`, with the folder it lies in."""
+    (path,) = FOLDER.rglob(f"bench_{name}.py")
+    return ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no bench called {', '.join(unknown)}; there are {', '.join(names())}")
     options = Options(device=torch.device(given.device), rounds=given.rounds, only=given.only)
-    from benchmarks import harness, machine, report
+    from benchmarks.instruments import harness, machine, report
 
     if options.device.type == "cuda":  # now, while there is memory for it
         copy, product = (
@@ -75,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.names or names():
         print(f"{name} on {options.device}, {torch.get_num_threads()} threads", flush=True)
         try:
-            rows = importlib.import_module(f"benchmarks.bench_{name}").run(options)
+            rows = importlib.import_module(module_of(name)).run(options)
         except harness.FailedCases as error:
             print(f"{name}: {error}", flush=True)
             rows, status = error.rows, 1

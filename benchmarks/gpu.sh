@@ -25,7 +25,7 @@
 #
 # Each part has its own time limit and never takes the others down; the summary comes last. A part that is stopped is interrupted
 # as by Ctrl-C, so that pytest names what had failed until then. Rows of benches are kept as they come, in OUT/rows.jsonl; the summary
-# ends with the targets they miss. To keep rows: append them to the machine's file in benchmarks/results, python -m benchmarks.report.
+# ends with the targets they miss. To keep rows: append them to the machine's file in benchmarks/results, python -m benchmarks.instruments.report.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -137,7 +137,7 @@ bench() {  # a rehearsal keeps its rows in OUT alone
   "$PYTHON" -m benchmarks "$1" "${options[@]}"
 }
 
-profile_step() { "$PYTHON" -m benchmarks.profile_step --device "$DEVICE"; }
+profile_step() { "$PYTHON" -m benchmarks.training.profile_step --device "$DEVICE"; }
 
 resources() {  # a line for each kernel in C++: registers, stack, shared and local memory, name
   "$CUOBJDUMP" --dump-resource-usage pyops/_C.so 2>&1 | awk '/Function/ { name = $2; sub(/:$/, "", name) } /REG:/ { print $1, $2, $3, $4, name }' |
@@ -148,7 +148,7 @@ counters() {  # few enough to be taken in one pass, since a second would have to
   local metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread
   metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active
   # The clocks are left as they are: the machine may be lent.
-  ncu --clock-control none --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.profile_kernels
+  ncu --clock-control none --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.ops.machine_code.profile_kernels
 }
 
 export -f machine build sanitize bench profile_step resources counters
@@ -243,7 +243,7 @@ fi
 if [ -s "$PYOPS_BENCH_ROWS" ] && [ -z "${PYOPS_COMMIT:-}" ] && ! git rev-parse HEAD >/dev/null 2>&1; then
   say "the rows name no commit, for the sources are outside of git: give PYOPS_COMMIT"
 fi
-[ -s "$PYOPS_BENCH_ROWS" ] && "$PYTHON" -m benchmarks.verdicts "$PYOPS_BENCH_ROWS" 2>&1 | tee -a "$LOG" >>"$SUMMARY"
+[ -s "$PYOPS_BENCH_ROWS" ] && "$PYTHON" -m benchmarks.instruments.verdicts "$PYOPS_BENCH_ROWS" 2>&1 | tee -a "$LOG" >>"$SUMMARY"
 rm -f "$OUT/part.txt"
 say "$(wc -l <"$OUT/rows.jsonl") rows in rows.jsonl; the whole log is in log.txt; $SECONDS s in all"
 echo

@@ -54,7 +54,7 @@ class LocalSGD(SavedReplica):
 
     Every tensor that the inner optimizer steps is exchanged, and each exactly once in `every`
     steps. The global values, and the outer momentum, have the same bits at every replica, and
-    whoever joins begins with them.
+    a replica that joins begins with them.
 
     An exchange comes about everywhere or nowhere: where one fails, `step` raises on every replica
     that is left, and neither parameters nor the outer state have changed. Make a group of those

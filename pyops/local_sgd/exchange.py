@@ -112,7 +112,7 @@ class GroupExchange:
         return work
 
     def agree(self, error: Exception | None, *, fine: bool = True) -> bool:
-        if not isinstance(error, CommunicationError):  # else there is nobody to ask
+        if not isinstance(error, CommunicationError):  # else no other replica answers
             try:
                 agreement.agree(error, group=self.group)
             except Exception as caught:

@@ -1,9 +1,9 @@
 """Members: replicas that find one another in a store, and go on when some die or others come.
 
     store    generation = 4
-             4/arrived    3         who arrives counts itself, and has its rank by that
-             4/size       3         the first closes the door when nobody has come for a while
-             generation = 5         who comes later waits for the next meeting
+             4/arrived    3         a replica that arrives adds one: that is its rank
+             4/size       3         the first writes it when no more have come for a while
+             generation = 5         later replicas wait for the next meeting
 
     with one process for each replica:
         outer = LocalSGD(model, optimizer, config, group=ALONE)

@@ -86,7 +86,7 @@ class _Meeting:
     heard: int = 0
 
     def conclude(self, dead: set[int]) -> None:
-        """Make the result, where nobody is waited for any more."""
+        """Make the result, where no replica is waited for any more."""
         lost = self.members - self.brought.keys()
         if self.done or lost - dead:
             return

@@ -14,7 +14,7 @@ Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.1.
 | shard.py, endpoint.py | what a shard does with a push and a fetch; its end of a session |
 | client.py, connecting.py | what a replica does in a step; its sessions with the shards |
 | serving.py, snapshots.py | the process of a shard, and what it leaves for the next one |
-| session.py, leases.py | two processes and a group of their own; samples for whoever is free |
+| session.py, leases.py | two processes and a group of their own; samples for free replicas |
 | virtual_time.py | the same over simulated workers and links |
 """
 

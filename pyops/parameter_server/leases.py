@@ -1,10 +1,10 @@
-"""Leases: the samples of an epoch, handed out to whoever is free.
+"""Leases: the samples of an epoch, handed out to the replicas that are free.
 
     samples   | lease 0 | lease 1 | lease 2 | lease 3 |
     store       done      worker 2  worker 0             worker 2 has died: its time runs out, and
                           until 17                       lease 1 is handed out again
 
-Each sample is handed out at least once, and exactly once where nobody dies or is late. What a
+Each sample is handed out at least once, and exactly once where no replica dies or is late. What a
 replica had not pushed when it died is computed anew by another one.
 """
 

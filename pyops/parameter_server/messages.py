@@ -73,7 +73,7 @@ class Request:
     Attributes:
         kind: A Kind.
         worker: The replica's number, and `incarnation`: which start of it this is.
-        epoch: The start of the shard that the replica knows.
+        epoch: The start of the shard that the replica has seen last.
         sequence: Of a push: 1, 2, ...; of a fetch: how many came before it.
         seen: The version of the parameters that the gradients of a push saw.
         count: Gradients in a push.
@@ -108,7 +108,7 @@ class Reply:
         version: Of the shard's parameters, after the request.
         epoch: The start of the shard.
         staleness: Of a push: the version it was applied to, less the version that it saw.
-        known: The sequence of the last push of this replica that the shard knows of.
+        known: The sequence of the last push of this replica that the shard has counted.
     """
 
     verdict: int

@@ -1,4 +1,4 @@
-"""Session: two processes and a Gloo group of their own, whose end concerns nobody else.
+"""Session: two processes and a Gloo group of their own, whose end leaves all others as they are.
 
     replica 0 --- session --- shard 0        a process that dies closes its own connections;
     replica 1 --- session --- shard 0        the other sessions go on

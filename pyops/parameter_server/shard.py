@@ -2,8 +2,8 @@
 
     join(worker) -> push, fetch, push, fetch ... -> leave(worker)
 
-It knows neither threads nor sockets: whoever carries messages asks `ready` first, and calls one
-method at a time. The same object serves processes (`serve`) and virtual time (`VirtualTime`).
+It has neither threads nor sockets: the carrier of messages calls `ready` first, and one method at
+a time. The same object serves processes (`serve`) and virtual time (`VirtualTime`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BY_NORMS = (LAMB, LARS, Adafactor)
 
 @dataclass
 class Member:
-    """A replica as a shard knows it.
+    """What a shard keeps of a replica.
 
     Attributes:
         incarnation: The newest start of it.

@@ -4,7 +4,7 @@ event.
     worker 0   |compute|push--->      |compute|push--->
     shard                  apply |fetch|          apply |fetch|
     worker 1   |   compute      |push-->...
-               0       1       2       3        seconds that nobody waits for
+               0       1       2       3        seconds of virtual time
 
 Clients and shards are those of a real run: only what carries their messages is another. Gradients
 are computed for real; how long that takes, and how long messages travel, is told.

@@ -4,7 +4,7 @@ die.
     coordinator   | direction | evaluate at t | evaluate | accept |      small commands alone
     shard 0       | point, direction, gradients, history: part 0  |      vectors stay here
     shard 1       | part 1                                        |
-    workers       | parameters -> portion -> gradient -> shards   |      whoever is free
+    workers       | parameters -> portion -> gradient -> shards   |      a free worker
 
 Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2.
 

@@ -3,7 +3,7 @@
     units     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |       much smaller than a worker's share
     worker 0    0   1           4                     goes on where its last unit ended
     worker 1            2   3       5
-    worker 2                            6             is slow: whoever is free computes 6, too,
+    worker 2                            6             is slow: a free worker computes 6, too,
                                             7         and the first answer counts
 
 Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2; the backup copies are

@@ -122,7 +122,7 @@ class RemoteShards:
 
 @dataclass
 class _Member:
-    """A worker, as the coordinator knows it."""
+    """What the coordinator keeps of a worker."""
 
     turn: int = 0
     """The number of its last task."""

@@ -39,7 +39,7 @@ class VirtualMember:
     dies: float | None = None
     """When it does; what it had not answered is handed out again after `noticed` seconds."""
     hangs: float | None = None
-    """When it begins to answer nothing any more, without anybody noticing."""
+    """When it stops answering, without a report of its death."""
     noticed: float = 0.2
     """Seconds until its death is known."""
 

@@ -1,4 +1,4 @@
-"""Worker: a model that computes the loss and the gradient of some portions, for whoever asks."""
+"""Worker: a model that computes the loss and the gradient of some portions on request."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention_pictures import FOLDER, draw_all, table
+from benchmarks.ops.attention.attention_pictures import FOLDER, draw_all, table
 from pyops.attention import BigBird, BlockLayout, Dense, Fixed, draw
 from pyops.attention.picture import CELL, EMPTY, FULL, GAP, PARTIAL, TOP
 from tests.attention.block_sets import blocks_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-from benchmarks.bench_convergence import finished_runs, rows_of
+from benchmarks.instruments import report
+from benchmarks.training.bench_convergence import finished_runs, rows_of
 from pyops.config import Config, OptimizerConfig, TrainConfig
 
 pytestmark = pytest.mark.cpu_only

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_distillation as bench
-from benchmarks.verdicts import verdicts
+from benchmarks.compress import bench_distillation as bench
+from benchmarks.instruments.verdicts import verdicts
 from pyops.train.report.metrics import read_rows
 
 pytestmark = pytest.mark.cpu_only

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_reading, report
-from benchmarks.bench_elastic import ALL, BASELINE, VARIANTS, Taken, _finished, row_of, taken
+from benchmarks.elastic import bench_reading
+from benchmarks.elastic.bench_elastic import (
+    ALL,
+    BASELINE,
+    VARIANTS,
+    Taken,
+    _finished,
+    row_of,
+    taken,
+)
+from benchmarks.instruments import report
 from pyops.config import Config, TaskConfig
 from pyops.elastic import ActivationCache
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from benchmarks import bench_longest
-from benchmarks.bench_longest import CLOSE, SETTINGS, UNIT, longest, probe, step
+from benchmarks.parallel.context import bench_longest
+from benchmarks.parallel.context.bench_longest import CLOSE, SETTINGS, UNIT, longest, probe, step
 from tests.square_tensors import SquareTensors
 
 pytestmark = pytest.mark.cpu_only

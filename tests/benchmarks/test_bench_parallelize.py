@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as entry
-from benchmarks import bench_parallelize, harness, llama_teams, report
-from benchmarks.rank_teams import Team
+from benchmarks.instruments import harness, report
+from benchmarks.instruments.rank_teams import Team
+from benchmarks.parallel.tensor import bench_parallelize, llama_teams
 
 pytestmark = pytest.mark.cpu_only
 
@@ -93,7 +94,7 @@ def test_a_library_that_is_not_installed_is_left_out_and_said(monkeypatch, capsy
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("benchmarks.llama_teams", "nobody: rank 0: KeyError: 'nobody'"),
+        ("benchmarks.parallel.tensor.llama_teams", "nobody: rank 0: KeyError: 'nobody'"),
         ("no_such_module", r"(?s)nobody: rank 0 ended; printed was: .*no_such_module"),
     ],
 )

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bench_plan, measured_laptop
-from benchmarks.bench_plan import Measured, rank_correlation
-from benchmarks.plan_teams import LAYOUTS, SIZES
-from benchmarks.planned_choices import Choice
-from benchmarks.verdicts import verdicts
+from benchmarks.instruments.verdicts import verdicts
+from benchmarks.plan import bench_plan, measured_laptop
+from benchmarks.plan.bench_plan import Measured, rank_correlation
+from benchmarks.plan.plan_teams import LAYOUTS, SIZES
+from benchmarks.plan.planned_choices import Choice
 from pyops.plan import Case, Layout, Line, Machine, MeasuredCosts, load_cluster, step_time
 from pyops.plan.clusters import cluster_of
 from pyops.plan.measuring.machine import WIDTHS

@@ -13,27 +13,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as entry
-from benchmarks import (
-    accuracy,
-    bench_activation,
-    bench_codec,
-    bench_cross_entropy,
-    bench_gpt,
-    bench_kernels,
-    bench_layerwise,
-    bench_norm,
-    bench_optim,
-    gpt_step,
-    harness,
-    machine,
-    offload_device,
-    profile_kernels,
-    profile_step,
-    report,
-    rivals,
-    trace,
-    verdicts,
-)
+from benchmarks.instruments import accuracy, harness, machine, report, rivals, trace, verdicts
+from benchmarks.links import bench_codec
+from benchmarks.ops.layers import bench_activation, bench_cross_entropy, bench_norm
+from benchmarks.ops.machine_code import profile_kernels
+from benchmarks.ops.optimizers import bench_kernels, bench_layerwise, bench_optim
+from benchmarks.parallel.data import offload_device
+from benchmarks.training import bench_gpt, gpt_step, profile_step
 from tests.benchmarks.test_benchmarks import case
 
 pytestmark = pytest.mark.cpu_only
@@ -374,8 +360,10 @@ def test_the_script_names_benches_that_there_are():
         <= named
         <= set(entry.names())
     )
-    for module in re.findall(r"-m benchmarks\.(\w+)", script):
-        assert (report.ROOT / "benchmarks" / f"{module}.py").exists()
+    called = re.findall(r"-m (benchmarks\.[\w.]*\w)", script)
+    assert called
+    for module in called:
+        assert (report.ROOT / f"{module.replace('.', '/')}.py").exists(), module
 
 
 def test_each_call_of_the_script_fits_into_its_budget():

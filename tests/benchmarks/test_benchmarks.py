@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as entry
-from benchmarks import bench_optim, bench_slow_link, harness, machine, report, slow_link_picture
+from benchmarks.instruments import harness, machine, report
+from benchmarks.links import bench_slow_link, slow_link_picture
+from benchmarks.ops.optimizers import bench_optim
 
 pytestmark = pytest.mark.cpu_only
 

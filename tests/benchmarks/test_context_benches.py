@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_context_link, bench_context_memory, context_memory_picture
+from benchmarks.parallel.context import (
+    bench_context_link,
+    bench_context_memory,
+    context_memory_picture,
+)
 
 pytestmark = pytest.mark.cpu_only
 

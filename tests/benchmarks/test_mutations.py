@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import mutations
-from benchmarks.mutations import KINDS, judge, run
-from benchmarks.odd_values import Change
+from benchmarks.mutations import __main__ as mutations
+from benchmarks.mutations.__main__ import KINDS, judge, run
+from benchmarks.mutations.odd_values import Change
 from pyops import hub
 from pyops.checkpoint import CheckpointError
 from pyops.config import ConfigError, load_config

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import parallelize_class
-from benchmarks.guessed_plans import guessed
-from benchmarks.parallelize_class import DEFECTS, row_of
-from benchmarks.parallelize_page import TITLES, page
-from benchmarks.tiny_models import tiny
+from benchmarks.parallel.tensor import parallelize_class
+from benchmarks.parallel.tensor.guessed_plans import guessed
+from benchmarks.parallel.tensor.parallelize_class import DEFECTS, row_of
+from benchmarks.parallel.tensor.parallelize_page import TITLES, page
+from benchmarks.parallel.tensor.tiny_models import tiny
 from pyops.tensor_parallel import parallelize
 
 pytestmark = pytest.mark.cpu_only

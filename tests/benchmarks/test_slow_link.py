@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import slow_link
-from benchmarks.slow_link import INTERFACE, Link, available
+from benchmarks.links import slow_link
+from benchmarks.links.slow_link import INTERFACE, Link, available
 
 REASON = available()
 pytestmark = [
@@ -75,7 +75,7 @@ def test_a_rank_that_fails_is_named_and_the_link_goes_away():
         pytest.raises(RuntimeError, match=r"rank \d ended with 1(.|\n)*no_such_function"),
         Link(ranks=2, mbit=100) as link,
     ):
-        link.run("benchmarks.slow_link:no_such_function", timeout=60)
+        link.run("benchmarks.links.slow_link:no_such_function", timeout=60)
     assert not set(link.namespaces) & namespaces()
 
 
@@ -92,7 +92,7 @@ def test_ranks_that_take_too_long_are_stopped():
 
 def test_a_killed_bench_leaves_no_namespaces():
     script = (
-        "import time; from benchmarks.slow_link import Link\n"
+        "import time; from benchmarks.links.slow_link import Link\n"
         "with Link(ranks=3, mbit=100) as link:\n"
         "    print(*link.namespaces, flush=True); time.sleep(60)"
     )

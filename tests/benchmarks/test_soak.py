@@ -1,4 +1,4 @@
-"""The soak of `benchmarks.soak`: two of its runs, and what it calls a failure."""
+"""The soak of `benchmarks.training.soak`: two of its runs, and what it calls a failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks import soak
+from benchmarks.training import soak
 
 pytestmark = pytest.mark.cpu_only
 

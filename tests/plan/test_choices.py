@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.planned_choices import CHOICES, MARKED, PAGE, text
+from benchmarks.plan.planned_choices import CHOICES, MARKED, PAGE, text
 from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu_only
 def test_the_page_says_what_is_chosen(name: str):
     found = {each[2]: each[0] for each in MARKED.finditer(PAGE.read_text())}
     assert set(found) == set(CHOICES)
-    assert text(name) in found[name], "run python -m benchmarks.planned_choices"
+    assert text(name) in found[name], "run python -m benchmarks.plan.planned_choices"
 
 
 def test_slow_links_take_a_pipeline():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.published_counts import COUNTS, DEEPSEEK, GPT_OSS, PAGE, QWEN_30B, Count, fill
+from benchmarks.plan.published_counts import COUNTS, DEEPSEEK, GPT_OSS, PAGE, QWEN_30B, Count, fill
 from pyops.cli.planning import add_plan, plan
 from pyops.plan import (
     PYOPS,
@@ -103,7 +103,7 @@ def test_counts_are_those_published(count: Count):
 def test_the_page_has_the_counts():
     page = PAGE.read_text()
     assert "<!-- counts:experts -->" in page
-    assert fill(page) == page, "run python -m benchmarks.published_counts"
+    assert fill(page) == page, "run python -m benchmarks.plan.published_counts"
 
 
 def test_a_dense_decoder_is_one_expert_that_every_token_uses():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_image_teams import IMAGE_LAYOUTS, IMAGE_SIZES, ImageTrial, case_of
-from benchmarks.plan_teams import Ranks
+from benchmarks.plan.plan_image_teams import IMAGE_LAYOUTS, IMAGE_SIZES, ImageTrial, case_of
+from benchmarks.plan.plan_teams import Ranks
 from pyops.plan import (
     PYOPS,
     ImageCase,

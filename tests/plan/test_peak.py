@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_pipeline_memory import allocated
-from benchmarks.bench_plan import SOFTWARE
-from benchmarks.plan_teams import SIZES, shape_of
-from benchmarks.storages import storages
+from benchmarks.instruments.storages import storages
+from benchmarks.parallel.pipeline.bench_pipeline_memory import allocated
+from benchmarks.plan.bench_plan import SOFTWARE
+from benchmarks.plan.plan_teams import SIZES, shape_of
 from pyops.config import config_of
 from pyops.plan import Layout, memory
 from pyops.plan.settings import sections

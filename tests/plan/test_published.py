@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.published_runs import PAGE, TABLES, blind, fill, mean_error, worst_error
+from benchmarks.plan.published_runs import PAGE, TABLES, blind, fill, mean_error, worst_error
 from pyops.plan import training_days
 from tests.plan.shapes import gpt
 
@@ -62,4 +62,4 @@ def test_operations_are_those_of_the_paper():
 def test_the_page_says_what_is_predicted():
     page = PAGE.read_text()
     assert all(f"<!-- published:{name} -->" in page for name in TABLES)
-    assert fill(page) == page, "run python -m benchmarks.published_runs"
+    assert fill(page) == page, "run python -m benchmarks.plan.published_runs"

@@ -12,6 +12,7 @@ import ast
 import importlib
 import pkgutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -304,13 +305,23 @@ def test_every_folder_within_a_room_has_a_floor():
         ), room
 
 
+def crowded(folders: Iterable[Path]) -> list[tuple[str, int]]:
+    """Those of the folders that have more entries than MOST_ENTRIES, and how many."""
+    counts = [(str(folder.relative_to(ROOT)), len(entries(folder))) for folder in folders]
+    return [(folder, count) for folder, count in counts if count > MOST_ENTRIES]
+
+
 def test_no_folder_has_more_entries_than_a_reader_holds_in_mind():
-    folders = [p.parent for p in PACKAGE.glob("*/**/__init__.py")]
-    assert not [
-        (str(folder), len(entries(folder)))
-        for folder in folders
-        if len(entries(folder)) > MOST_ENTRIES
-    ]
+    assert not crowded(p.parent for p in PACKAGE.glob("*/**/__init__.py"))
+    assert not crowded(p.parent for p in (ROOT / "benchmarks").glob("**/__init__.py"))
+
+
+def test_every_bench_is_found_by_its_name_alone():
+    names = [p.stem for p in (ROOT / "benchmarks").rglob("bench_*.py")]
+    assert names
+    assert len(names) == len(set(names)), sorted(names)
+    packages = {p.parent for p in (ROOT / "benchmarks").rglob("__init__.py")}
+    assert {p.parent for p in (ROOT / "benchmarks").rglob("*.py")} <= packages
 
 
 def test_no_module_is_hidden_by_a_function_of_its_name():

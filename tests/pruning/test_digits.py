@@ -10,7 +10,7 @@ import statistics
 import pytest
 from torch import nn
 
-from benchmarks import pruned_digits as runs
+from benchmarks.compress import pruned_digits as runs
 from pyops.pruning import LotteryConfig, lottery, rate_of
 from tests.grids import full
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.sparse_text import METHODS, TextTask
+from benchmarks.compress.sparse_text import METHODS, TextTask
 from pyops.models import GPT, GPTConfig
 from pyops.optim import AdamW
 from pyops.pruning import Masks, nm_masks, permute, sparse_training

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.quantized_models import (
+from benchmarks.compress.quantized_models import (
     EXAMPLE,
     GROUP_64,
     SMALL,

@@ -1,5 +1,5 @@
 """MPI in the place of Gloo, over mpi4py: for clusters whose fast network only the vendor's MPI
-knows.
+supports.
 
     mpirun -n 2 python script.py          pyops.launch.join(backend="mpi")
 

@@ -359,7 +359,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return _Request(received(self._comm, flat, peer, tag), flat, into)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Begin to receive from whoever sends."""
+        """Begin to receive from any rank."""
         from mpi4py import MPI
 
         return self.recv(tensors, MPI.ANY_SOURCE, tag)

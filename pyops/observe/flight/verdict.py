@@ -5,9 +5,9 @@
     rank 2   ... #40 #41     (in no collective)          in data.py:17 load
 
 1. The calls of a group are compared by their number: the first that differs is the cause.
-2. Else who has not come to a call that others wait in is waited for; who is waited for and waits
-   for nobody is the cause, and a circle of waiting ranks is one of its own.
-3. Where nobody waits, who comes last to most calls is the slow one.
+2. Else a rank that has not come to a call in which others wait is waited for. A rank that is waited
+   for and waits for no other is the cause, and a circle of waiting ranks is a cause of its own.
+3. Where no rank waits, the rank that comes last to most calls is the slow one.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _waiting(group: Group, calls: Calls, waits: dict[int, dict[int, Entry]]) -> 
 def _causes(
     records: Mapping[int, RankRecord], waits: Mapping[int, Mapping[int, Entry]]
 ) -> list[Finding]:
-    """Who is waited for and waits for nobody; else the circle."""
+    """The ranks that are waited for and wait for no other; else the circle."""
     wanted = {other for others in waits.values() for other in others}
     found = []
     newest = max((record.seen for record in records.values()), default=0.0)

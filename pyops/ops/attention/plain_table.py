@@ -1,7 +1,7 @@
 """Where torch's scaled_dot_product_attention is faster for plain attention, by kind of device.
 
-Written by `python -m benchmarks.attention_table`, which measures both and takes torch's only where
-it was faster in every round and no less exact; do not edit.
+Written by `python -m benchmarks.ops.attention.attention_table`, which measures both and takes
+torch's only where it was faster in every round and no less exact; do not edit.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import elastic_forecast as published
+from benchmarks.elastic import elastic_forecast as published
 from pyops.elastic import Bound, GradientNorm, Machine
 from tests.elastic.flat import forecast
 

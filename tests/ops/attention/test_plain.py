@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import attention_table
+from benchmarks.ops.attention import attention_table
 from pyops.ops import attention as ops
 from pyops.ops.attention import AttentionBias, AttentionDropout, AttentionMask, plain
 from pyops.ops.attention.plain_table import FASTER

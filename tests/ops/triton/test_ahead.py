@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.ahead import compile_launches
+from benchmarks.ops.machine_code.ahead import compile_launches
 from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only

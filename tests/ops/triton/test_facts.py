@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ahead import variants
-from benchmarks.kernel_facts import empty
-from benchmarks.triton_facts import (
+from benchmarks.ops.machine_code.ahead import variants
+from benchmarks.ops.machine_code.kernel_facts import empty
+from benchmarks.ops.machine_code.triton_facts import (
     BOUNDS,
     EXPLAINED,
     PRODUCTS,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.tiny_models import tiny
+from benchmarks.parallel.tensor.tiny_models import tiny
 from pyops.tensor_parallel import parallelize, whole_state_dict
 from pyops.tensor_parallel.convert.check import plan_trial, trial_copy
 from pyops.tensor_parallel.convert.check.plan_trial import try_plan

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.bench_activations import SCHEMES, Sizes, measure
+from benchmarks.parallel.tensor.bench_activations import SCHEMES, Sizes, measure
 from pyops import recompute
 from pyops.models.gpt import GPT, GPTConfig
 from pyops.tensor_parallel import Dropout, set_dropout, sync_partial_grads

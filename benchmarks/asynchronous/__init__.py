@@ -1,0 +1,1 @@
+"""Training whose workers do not wait for each other at every step."""

@@ -1,0 +1,147 @@
+"""Few meetings over a slow link: seconds, bytes and loss of a short run of the example
+GPT on 2 ranks at 100 Mbit/s, beside torch DDP + AdamW.
+
+    loss     250 steps: local SGD every 8 and 16 steps, DiLoCo every 25 and 50, as fp32, int8, int4
+             and one bit; the loss held out is of the global values
+    virtual  64 replicas in virtual time, of which each step takes a time of its own: what part of
+             the time they compute, by the steps between two meetings
+
+`--only` takes a part of a case's name. The link needs root: the bench says so and skips else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.asynchronous.diloco_ranks import BASELINE, WAYS
+from benchmarks.instruments import machine
+from benchmarks.instruments.harness import Row, format_row
+from benchmarks.links.slow_link import Link, available
+from pyops.local_sgd import LocalSGD, LocalSGDConfig
+from pyops.local_sgd.virtual_time import Link as VirtualLink
+from pyops.local_sgd.virtual_time import VirtualReplica, run_replicas
+
+__all__ = ["run"]
+
+STEPS, BATCH, MBIT, RANKS = 250, 8, 100, 2
+LIMITS = {"local SGD": 1.01, "DiLoCo": 1.015}  # the loss held out, as a part of the baseline's
+REPLICAS, SPREAD, VIRTUAL_STEPS = 64, 0.5, 64
+PARAMETERS, SECONDS = 4096, 0.25  # of a virtual replica's model; of its step
+BYTES_PER_SECOND = 1.25e5  # so that a meeting takes as long as a step
+
+
+def _stamp() -> Row:
+    return {
+        "machine": {**machine.describe(torch.device("cpu")), "threads": 1},
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _measured(way: str) -> Mapping[str, Any]:
+    with Link(ranks=RANKS, mbit=MBIT) as link:
+        arguments = {"way": way, "batch": BATCH, "num_steps": STEPS}
+        first, *_ = link.run("benchmarks.asynchronous.diloco_ranks:losses", arguments, timeout=1200)
+    found: Mapping[str, Any] = first
+    return found
+
+
+def _losses(options: Any) -> Iterator[Row]:
+    name = f"loss, {RANKS} ranks, {MBIT} Mbit/s, batch {BATCH}, {STEPS} steps"
+    chosen = [way for way in WAYS if options.only is None or options.only in f"{name}, {way}"]
+    if not chosen:
+        return
+    baseline = _measured(BASELINE)
+    for way in (BASELINE, *(way for way in chosen if way != BASELINE)):
+        found = baseline if way == BASELINE else _measured(way)
+        us = {
+            key: _thrice(each["seconds"][-1]) for key, each in ((way, found), (BASELINE, baseline))
+        }
+        limit = next((LIMITS[key] for key in LIMITS if way.startswith(key)), None)
+        ratio = found["validation_loss"] / baseline["validation_loss"]
+        yield {
+            "bench": "diloco",
+            "case": f"{name}, {way}",
+            "device": "cpu",
+            "us": us,
+            "speedup": {}
+            if way == BASELINE
+            else {BASELINE: round(us[BASELINE][1] / us[way][1], 3)},
+            "max_error": None,
+            "rounds": 1,
+            "ranks": RANKS,
+            "mbit": MBIT,
+            "batch": BATCH,
+            "wire_bytes": found["sent"],
+            "wire_ratio": round(baseline["sent"] / found["sent"], 2),
+            "validation_loss": round(found["validation_loss"], 4),
+            "loss_ratio": round(ratio, 4),
+            "loss_limit": limit,
+            "curve": [
+                [round(s, 3), round(v, 4)]
+                for s, v in zip(found["seconds"], found["loss"], strict=True)
+            ],
+        } | _stamp()
+
+
+def _thrice(seconds: float) -> list[float]:
+    """The form of a row's quantiles, of one sample."""
+    return [seconds * 1e6] * 3
+
+
+def _replica(me: VirtualReplica, *, every: int) -> tuple[float, float, float]:
+    model = nn.Linear(PARAMETERS, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = LocalSGDConfig(method="local_sgd", every=every)
+    outer = LocalSGD(model, optimizer, config, group=me.exchange)
+    spread = random.Random(me.number)
+    for _ in range(VIRTUAL_STEPS):
+        me.compute(SECONDS * (1 + SPREAD * spread.random()))
+        outer.step()
+    return me.clock, me.computed, me.bytes_sent
+
+
+def _virtual(options: Any) -> Iterator[Row]:
+    link = VirtualLink(bytes_per_second=BYTES_PER_SECOND, latency=0.01)
+    for every in (1, 4, 16, 64):
+        name = f"virtual, {REPLICAS} replicas, {VIRTUAL_STEPS} steps, a meeting every {every}"
+        if options.only is not None and options.only not in name:
+            continue
+        found = run_replicas(REPLICAS, partial(_replica, every=every), link=link)
+        rows = [each for each in found if each is not None]
+        clock = max(row[0] for row in rows)
+        yield {
+            "bench": "diloco",
+            "case": name,
+            "device": "cpu",
+            "us": {"pyops": _thrice(clock)},
+            "speedup": {},
+            "max_error": None,
+            "rounds": 1,
+            "ranks": REPLICAS,
+            "virtual": True,
+            "computing": round(sum(row[1] for row in rows) / (clock * REPLICAS), 4),
+            "wire_bytes": round(rows[0][2]),
+        } | _stamp()
+
+
+def run(options: Any) -> list[Row]:
+    """The rows of this bench; those of the link only where one can be made."""
+    found = []
+    reason = available()
+    if reason is not None:
+        print(f"no slow link here: {reason}")
+    for part in (_virtual(options), *([] if reason else [_losses(options)])):
+        for row in part:
+            loss = f", loss {row['validation_loss']}" if "validation_loss" in row else ""
+            print(f"{format_row(row)} | {row['wire_bytes'] / 1e6:.3f} MB{loss}", flush=True)
+            found.append(row)
+    return found

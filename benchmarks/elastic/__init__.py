@@ -1,0 +1,1 @@
+"""Frozen layers and elastic pipelines."""

@@ -1,0 +1,1 @@
+"""What measures: samples and rows, the machine, targets, tables, rivals, teams of processes."""

@@ -1,0 +1,1 @@
+"""Collectives, codecs and training over a slow link."""

@@ -1,0 +1,1 @@
+"""Benches of single kernels and ops, on one device."""

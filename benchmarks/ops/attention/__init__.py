@@ -1,0 +1,1 @@
+"""Attention: dense, of blocks, and its table and pictures."""

@@ -1,0 +1,1 @@
+"""Layers and losses of a model, each beside its rivals."""

@@ -1,0 +1,1 @@
+"""What compilers made of the kernels: registers, accesses, launches; compiled without a GPU."""

@@ -1,0 +1,1 @@
+"""Optimizers' steps and the kernels below them."""

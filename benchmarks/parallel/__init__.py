@@ -1,0 +1,1 @@
+"""Benches of one way each to share a model among ranks."""

@@ -1,0 +1,1 @@
+"""Context parallelism: time, memory, a slow link, the longest sequence."""

@@ -1,0 +1,1 @@
+"""Data parallelism, ZeRO and offload: time, and what each rank keeps."""

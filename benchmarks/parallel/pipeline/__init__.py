@@ -1,0 +1,1 @@
+"""Pipelines: schedules, partitions, memory."""

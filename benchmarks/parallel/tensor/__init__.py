@@ -1,0 +1,1 @@
+"""Tensor parallelism, of layers written for it and of models converted to it."""

@@ -1,0 +1,1 @@
+"""Plans, beside what ran here and what was published."""

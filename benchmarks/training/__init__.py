@@ -1,0 +1,1 @@
+"""Whole training steps, data, checkpoints, convergence, and kills at random instants."""

@@ -1,0 +1,239 @@
+"""The file of one rank: its format, and the record that writes it.
+
+rank3.flight  [header | entry | entry | ... ]    memory-mapped: a killed process leaves it
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from pyops.flight_record.frames import user_frame
+
+__all__ = [
+    "ENTRIES",
+    "ENTRY",
+    "FAILED",
+    "FINISHED",
+    "HEADER_BYTES",
+    "LIFE",
+    "LIFE_AT",
+    "RUNNING",
+    "FlightRecord",
+]
+
+ENTRY = struct.Struct("<QQddIiQB24s12s40s115s")
+"""index, sequence, begun, ended, group, peer, bytes, state, operation, dtype, label, place"""
+HEADER_BYTES = 4096
+LIFE = struct.Struct("<Bd")
+"""How the process stands (RUNNING, FINISHED, FAILED), and when it was last seen alive."""
+LIFE_AT = HEADER_BYTES - LIFE.size
+RUNNING, FINISHED, FAILED = 1, 2, 3
+VERSION = 1
+ENTRIES = 2048
+
+
+class FlightRecord:
+    """The record of one rank: `folder`/rankR.flight.
+
+    Args:
+        folder: Of the run; made where it is not there. All ranks write to it, on a disk that they
+            share where one reader is to see them all.
+        rank: Of this process.
+        size: How many ranks there are.
+        entries: How many calls are kept: the last ones.
+
+    Attributes:
+        waited: Seconds that the thread which made this spent within collectives so far.
+        thread: The number of that thread.
+        on_wait: Called with True where that thread begins to wait, and with False where it ends.
+        oldest: When the oldest call that has not ended began, by time.monotonic; None: there is
+            none.
+
+    Raises:
+        ValueError: `rank` is not below `size`, or `entries` is less than 1.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int, size: int, entries: int = ENTRIES) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}; give one of 0 to {size - 1}")
+        if entries < 1:
+            raise ValueError(f"entries is {entries}; give 1 or more")
+        self.folder, self.rank, self.size = Path(folder), rank, size
+        self.path = self.folder / f"rank{rank}.flight"
+        self.waited, self.thread = 0.0, threading.get_ident()
+        self.on_wait: Callable[[bool], None] | None = None
+        self._entries, self._index = entries, 0
+        self._lock = threading.Lock()
+        self._groups: dict[Any, int] = {}
+        self._sequences: dict[tuple[int, str, int], int] = {}
+        self._places: dict[tuple[CodeType, int], bytes] = {}
+        self._begun: dict[int, float] = {}
+        self._later: deque[tuple[int, Callable[[], bool]]] = deque()
+        self._clock = time.time() - time.monotonic()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        length = HEADER_BYTES + entries * ENTRY.size
+        with open(self.path, "w+b") as file:
+            file.truncate(length)
+            self._map = mmap.mmap(file.fileno(), length)
+        header = {
+            "version": VERSION,
+            "entries": entries,
+            "rank": rank,
+            "size": size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "program": sys.argv[0] if sys.argv else "",
+            "started": time.time(),
+        }
+        text = json.dumps(header).encode()[: LIFE_AT - 1]
+        self._map[: len(text)] = text
+        self._groups_path = self.folder / f"rank{rank}.groups"
+        self._groups_path.write_text("")
+        self.alive()
+
+    @property
+    def oldest(self) -> float | None:
+        """See the class."""
+        self._look()
+        with self._lock:
+            return min(self._begun.values(), default=None)
+
+    def alive(self) -> None:
+        """Note that the process lives."""
+        LIFE.pack_into(self._map, LIFE_AT, RUNNING, time.time())
+
+    def begin(
+        self,
+        op: str,
+        *,
+        group: tuple[str, Sequence[int]],
+        nbytes: int = 0,
+        dtype: str = "",
+        peer: int = -1,
+        label: str = "",
+        frame: FrameType | None = None,
+    ) -> int:
+        """Note that a call begins.
+
+        Args:
+            op: The operation: "all_reduce".
+            group: The group's name, the same on its ranks, and its ranks.
+            nbytes: Of the tensor that all ranks give alike; 0 where ranks may differ.
+            dtype: Of it; "" where ranks may differ.
+            peer: The other rank of a message, counted among all; -1: all ranks of the group.
+            label: What the call is for: the bucket.
+            frame: Of the call; the user's line is looked for from there.
+
+        Returns:
+            The number of the call, for `finish`.
+        """
+        now = time.monotonic()
+        place = self._place(frame or sys._getframe(1))
+        if self._later:
+            self._look()
+        with self._lock:
+            number = self._groups.get(group[0])
+            if number is None:
+                number = self._new_group(group)
+            key = (number, op if peer >= 0 else "", peer)
+            sequence = self._sequences[key] = self._sequences.get(key, 0) + 1
+            self._index += 1
+            index = self._index
+            self._begun[index] = now
+        ENTRY.pack_into(
+            self._map,
+            self._offset(index),
+            index,
+            sequence,
+            now + self._clock,
+            0.0,
+            number,
+            peer,
+            nbytes,
+            RUNNING,
+            op.encode()[:24],
+            dtype.encode()[:12],
+            label.encode()[:40],
+            place,
+        )
+        return index
+
+    def finish(self, index: int, *, failed: bool = False) -> None:
+        """Note that a call has ended.
+
+        Args:
+            index: What `begin` returned.
+            failed: Whether it raised.
+        """
+        now = time.monotonic()
+        with self._lock:
+            begun = self._begun.pop(index, None)
+            if begun is None or self._index - index >= self._entries:
+                return  # ended before, or its place is that of a later call
+        offset = self._offset(index)
+        struct.pack_into("<d", self._map, offset + 24, now + self._clock)
+        self._map[offset + 48] = FAILED if failed else FINISHED
+
+    def finish_later(self, index: int, is_done: Callable[[], bool]) -> None:
+        """A call that goes on beside the program: it has ended when `is_done()` is true, which is
+        asked at later calls and by whoever asks for `oldest`."""
+        with self._lock:
+            self._later.append((index, is_done))
+
+    def close(self, *, failed: bool = False) -> None:
+        """The program has come to its end.
+
+        Args:
+            failed: With an error.
+        """
+        self._look()
+        LIFE.pack_into(self._map, LIFE_AT, FAILED if failed else FINISHED, time.time())
+        self._map.flush()
+
+    def flush(self) -> None:
+        """Hand the file to the disk, for readers on other hosts."""
+        self._map.flush()
+
+    def _offset(self, index: int) -> int:
+        return HEADER_BYTES + (index - 1) % self._entries * ENTRY.size
+
+    def _place(self, frame: FrameType) -> bytes:
+        found = user_frame(frame)
+        if found is None:
+            return b"?"
+        key = found.f_code, found.f_lineno
+        if (place := self._places.get(key)) is None:
+            path = Path(found.f_code.co_filename)
+            name = "/".join(path.parts[-3:])
+            text = f"{name}:{found.f_lineno} {found.f_code.co_name}"
+            place = self._places[key] = text.encode()[-115:]
+        return place
+
+    def _new_group(self, group: tuple[str, Sequence[int]]) -> int:
+        number = self._groups[group[0]] = len(self._groups)
+        with open(self._groups_path, "a") as file:
+            file.write(json.dumps({"name": group[0], "ranks": list(group[1])}) + "\n")
+        return number
+
+    def _look(self) -> None:
+        """Note the ends of calls that went on beside the program."""
+        with self._lock:
+            waiting, self._later = self._later, deque()
+        for index, is_done in waiting:
+            if is_done():
+                self.finish(index)
+            else:
+                with self._lock:
+                    self._later.append((index, is_done))
