@@ -1,12 +1,12 @@
-"""DistBelief's findings on scikit-learn's digits, in virtual time: the held-out accuracy after 1,800
-pushes with 1, 8 and 32 replicas, and what Sandblaster L-BFGS makes of the same seconds.
+"""DistBelief's findings on scikit-learn's digits, in virtual time: the held-out accuracy after
+1,800 pushes with 1, 8 and 32 replicas, and what Sandblaster L-BFGS makes of the same seconds.
 
-    SGD, rate 0.3                       falls with the number of replicas
-    Adagrad, rate 0.005                 does not, with a warm start of 100 pushes least of all
-    Sandblaster L-BFGS                  few passes over the batch for each iteration, slow worker or not
+    SGD, rate 0.3            falls with the number of replicas
+    Adagrad, rate 0.005      does not, with a warm start of 100 pushes least of all
+    Sandblaster L-BFGS       few passes over the batch for each iteration, slow worker or not
 
-`--rounds N`: as many seeds, 5 at most. Seconds are those of a computed clock, so that no other program
-on the machine has a part in them. The rows of the first seed become docs/distbelief.png.
+`--rounds N`: as many seeds, 5 at most. Seconds are those of a computed clock, so that no other
+program on the machine has a part in them. The rows of the first seed become docs/distbelief.png.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCH_WAYS: Mapping[str, Mapping[str, Any]] = {
     "Sandblaster": {},
     "Sandblaster, one 50 times slower": {"slow": 50.0},
 }
-AIMS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
+AIMS: dict[str, Row] = {
     "SGD, 1 replica": {"least": {"percent": 96.5}},
     "SGD, 32 replicas": {"most": {"percent": 50.0}},
     "Adagrad, warm start, 32 replicas": {"least": {"percent": 96.0}},

@@ -35,7 +35,7 @@ def findings(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """(what the paper says, what the rows say) for each finding."""
     found = {row["case"]: row for row in rows}
     batch, slow = (found[f"Sandblaster{way}, 32 replicas"] for way in ("", ", one 50 times slower"))
-    ways = ("Adagrad, warm start", "Sandblaster", "SGD")
+    ways = ("Adagrad", "Adagrad, warm start", "Sandblaster", "SGD")
     reached = [f"{way} {_reached(found[f'{way}, 32 replicas'])}" for way in ways]
     falls = {
         way: ", ".join(f"{row['percent']:.1f}" for row in rows if row["way"] == way)
@@ -70,7 +70,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for row in rows:
         if row["replicas"] == 32 or row["case"] == "SGD, 1 replica":
             seconds, accuracy = zip(*row["curve"], strict=True)
-            left.plot(seconds, accuracy, label=row["case"], marker=".", linewidth=1.4)
+            style = "--" if "slower" in row["case"] else "-"
+            left.plot(seconds, accuracy, style, label=row["case"], marker=".", linewidth=1.4)
     left.set(
         xlabel="virtual seconds (a step of 16 images takes 1)",
         ylabel="held-out digits read, percent",
