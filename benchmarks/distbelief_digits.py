@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ __all__ = ["Downpour", "Found", "Sandblaster"]
 
 IMAGES, PUSHES, EVERY = 16, 1800, 100  # of a push; of a run; from look to look at the accuracy
 SPREAD = 0.5  # a step takes 1 s, and up to this part of it more or less
-RULES = {"SGD": SGD, "Adagrad": Adagrad}
+RULES: dict[str, Any] = {"SGD": SGD, "Adagrad": Adagrad}
 
 
 @dataclass(frozen=True)
