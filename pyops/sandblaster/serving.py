@@ -246,6 +246,7 @@ class _Serving:
                 if int(store.add(f"{place}/joins", 0)) > opened:
                     opened += 1
                     name = f"{place}/join/{opened}"
+                    store.set(f"{name}/here", "1")
                     talk = threading.Thread(target=self._talk, args=(store, name), daemon=True)
                     self._talks.append(talk)
                     talk.start()

@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyops.failure import CommunicationError
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, message
-from pyops.parameter_server.session import Session, Tag
+from pyops.parameter_server.session import OPENING, Session, Tag
 from pyops.parameter_server.vectors import cut
 from pyops.sandblaster.config import SandblasterConfig
 from pyops.sandblaster.recovery import current_term
@@ -72,10 +72,12 @@ def work(
             try:
                 with (
                     _beats(notes(store), joined.key("beat"), lease / 8),
-                    _links(place, worker, shards) as links,
+                    _links(place, worker, shards, look=joined.look(place)) as links,
                 ):
                     if _compute(place, worker, joined, links, config):
                         return computed + joined.computed
+            except _TermIsOver:
+                continue
             except dist.DistError:
                 raise
             except RuntimeError as error:  # a shard is lost; the next term may have it again
@@ -114,6 +116,15 @@ class _Joined:
         name, *rest = what
         return "/".join(str(each) for each in (self.term, name, self.number, *rest))
 
+    def look(self, store: dist.Store) -> Callable[[], None]:
+        """See whether the term is over: raises _TermIsOver."""
+
+        def see() -> None:
+            if current_term(store) != self.term:
+                raise _TermIsOver
+
+        return see
+
 
 class _TermIsOver(Exception):
     """Whoever waits for a note of it waits in vain."""
@@ -124,15 +135,11 @@ def _compute(
 ) -> bool:
     """Compute what the coordinator asks for; False where its term ends before the run does."""
 
-    def look() -> None:
-        if current_term(store) != joined.term:
-            raise _TermIsOver
-
     have = 0
     while True:
         key = joined.key("task", joined.computed + 1)
         try:
-            if not waited(store, key, seconds=FOREVER, look=look):
+            if not waited(store, key, seconds=FOREVER, look=joined.look(store)):
                 break
         except _TermIsOver:
             return False
@@ -178,7 +185,9 @@ class _Links:
 
 
 @contextlib.contextmanager
-def _links(store: dist.Store, worker: Worker, shards: int) -> Iterator[_Links]:
+def _links(
+    store: dist.Store, worker: Worker, shards: int, *, look: Callable[[], None]
+) -> Iterator[_Links]:
     sessions: list[Session] = []
     try:
         for shard in range(shards):
@@ -187,7 +196,11 @@ def _links(store: dist.Store, worker: Worker, shards: int) -> Iterator[_Links]:
                     raise CommunicationError(f"the run has ended without its shard {shard}")
                 time.sleep(POLL)
             join = int(store.add(f"{shard}/{start}/joins", 1))
-            sessions.append(Session(store, name=f"{shard}/{start}/join/{join}", end=1))
+            name = f"{shard}/{start}/join/{join}"
+            # A shard that was lost meanwhile answers nothing, and a session waits for long.
+            if not waited(store, f"{name}/here", seconds=OPENING, look=look):
+                raise RuntimeError(f"shard {shard} does not answer a worker that joins")
+            sessions.append(Session(store, name=name, end=1))
         yield _Links(sessions, cut(worker.model, shards=shards), worker.buffer.data)
     finally:
         for session in sessions:
