@@ -173,6 +173,16 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "accuracy": lambda row: (
         f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else ""
     ),
+    "mean staleness": lambda row: f"{row['mean_staleness']:.1f}" if "mean_staleness" in row else "",
+    "passes an iteration": lambda row: (
+        f"{row['passes_an_iteration']:.2f}" if "passes_an_iteration" in row else ""
+    ),
+    "virtual seconds, and those to 96 % by seed": lambda row: (
+        f"{row['virtual_s']:.0f}; "
+        + ", ".join("never" if at is None else f"{at:.0f}" for at in row["reached_s"])
+        if "reached_s" in row
+        else ""
+    ),
     "points": lambda row: f"{row['points']:+.2f}" if row.get("speedup") and "points" in row else "",
     "seeds": lambda row: str(row["rounds"]) if row.get("bench") == "elastic" else "",
     "longest transition; largest part of an epoch": lambda row: (

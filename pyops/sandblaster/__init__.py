@@ -14,6 +14,7 @@ Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2.
 | portions.py, tree_sum.py | who computes what; a sum whose bits no order of arrival changes |
 | shard.py, worker.py | vectors and what is done with them; loss and gradient of a portion |
 | coordinator.py | iterations and line searches |
+| recovery.py | iterations that begin again where a shard or a coordinator is lost |
 | remote.py, serving.py, working.py | the same over processes: coordinator, shard, worker |
 | virtual_time.py | workers that are slow, die or hang, in one process |
 """
@@ -21,6 +22,7 @@ Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.2.
 from pyops.sandblaster.config import SandblasterConfig
 from pyops.sandblaster.coordinator import Coordinator, LocalShards, SandblasterReport, Shards
 from pyops.sandblaster.portions import Portions
+from pyops.sandblaster.recovery import RecoveringCoordinator, ShardRestartedError
 from pyops.sandblaster.remote import RemoteBatch, RemoteShards, coordinate, stop
 from pyops.sandblaster.serving import serve
 from pyops.sandblaster.shard import Measures, VectorShard
@@ -34,10 +36,12 @@ __all__ = [
     "LocalShards",
     "Measures",
     "Portions",
+    "RecoveringCoordinator",
     "RemoteBatch",
     "RemoteShards",
     "SandblasterConfig",
     "SandblasterReport",
+    "ShardRestartedError",
     "Shards",
     "TreeSum",
     "VectorShard",

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from pyops.optim.lbfgs.history import PairTable
 from pyops.optim.lbfgs.line_search import strong_wolfe
 from pyops.sandblaster.config import SandblasterConfig
@@ -120,6 +122,35 @@ class Coordinator:
         """Let the shards answer with the parameters of the point that was reached, where they have
         answered with those of the last trial."""
         self.shards.call("begin_evaluation", 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scalars and inner products between two iterations, of numbers and lists alone. The
+        vectors that belong to them are the shards' (`VectorShard.state_dict`)."""
+        table = self._table
+        return {
+            "at": None if self._at is None else list(self._at),
+            "loss": self._loss,
+            "step": self._step,
+            "ended": self._ended,
+            "iterations": self.iterations,
+            "evaluations": self.evaluations,
+            "products": table.products.tolist(),
+            "pairs": list(table.pairs),
+            "counted": table.counted,
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from where `state_dict` was taken; None: from the first parameters."""
+        self._table = PairTable(self.config.history_size)
+        if state is None:
+            self._at, self._loss, self._step, self._ended = None, math.nan, None, ""
+            self.iterations = self.evaluations = 0
+            return
+        self._at = None if state["at"] is None else Measures(*state["at"])
+        self._loss, self._step, self._ended = state["loss"], state["step"], state["ended"]
+        self.iterations, self.evaluations = state["iterations"], state["evaluations"]
+        self._table.products.copy_(torch.tensor(state["products"], dtype=torch.float64))
+        self._table.pairs, self._table.counted = list(state["pairs"]), state["counted"]
 
     def _begin(self) -> Measures:
         self._loss, at = self._evaluate(0.0)

@@ -1,11 +1,13 @@
 """coordinate: a coordinator whose shards and workers are processes of their own.
 
-    store      command/7   "turn", coefficients            answer/7/0, answer/7/1     shards
-               task/2/9    evaluation, unit                done/2/9  loss             worker 2
-               beat/2      a sign of life
+    store      term          "1:4": the first term, led by coordinator 4
+               1/command/7   "turn", coefficients          1/answer/7/0, 1/answer/7/1     shards
+               1/task/2/9    evaluation, unit              1/done/2/9  loss               worker 2
+               1/beat/2      a sign of life
 
 Small things go through the store; parameters and gradients travel between workers and shards, and
-past the coordinator.
+past the coordinator. A term ends where a shard has been started again, or another coordinator takes
+over: what was ordered in it is void, and workers join the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,14 +24,23 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.failure import CommunicationError
+from pyops.parameter_server.config import check_number
 from pyops.parameter_server.session import own_connection
 from pyops.parameter_server.vectors import layout_digest
 from pyops.sandblaster.config import SandblasterConfig
-from pyops.sandblaster.coordinator import Coordinator
 from pyops.sandblaster.portions import Portions
+from pyops.sandblaster.recovery import EVALUATIONS, LOOK, RecoveringCoordinator, Term
 from pyops.sandblaster.tree_sum import TreeSum
 
-__all__ = ["RemoteBatch", "RemoteShards", "agree", "coordinate", "notes", "stop", "waited"]
+__all__ = [
+    "RemoteBatch",
+    "RemoteShards",
+    "agree",
+    "coordinate",
+    "notes",
+    "stop",
+    "waited",
+]
 
 POLL, MOST = 2e-4, 5e-3  # seconds from one look for a note to the next
 STOP = "stop"
@@ -46,12 +57,25 @@ def stop(store: dist.Store) -> None:
     notes(store).set(STOP, "1")
 
 
-def waited(store: dist.Store, key: str, *, seconds: float) -> bool:
-    """Wait for a note; False where it does not come in time, or all are told to end."""
+def waited(
+    store: dist.Store, key: str, *, seconds: float, look: Callable[[], object] = lambda: None
+) -> bool:
+    """Wait for a note; False where it does not come in time, or all are told to end.
+
+    Args:
+        store: As of `notes`.
+        key: The note.
+        seconds: How long.
+        look: Called now and then; raises where waiting is no use any more.
+    """
     deadline, pause = time.monotonic() + seconds, POLL
+    looked = 0.0
     while not store.check([key]):
         if time.monotonic() > deadline or store.check([STOP]):
             return bool(store.check([key]))
+        if time.monotonic() - looked > LOOK:
+            look()
+            looked = time.monotonic()
         time.sleep(pause)
         pause = min(1.2 * pause, MOST)
     return True
@@ -87,10 +111,16 @@ class RemoteShards:
         store: As of `notes`.
         shards: How many there are.
         patience: Seconds in which a shard has to answer.
+        term: The coordinator's.
     """
 
-    def __init__(self, store: dist.Store, *, shards: int, patience: float) -> None:
+    def __init__(self, store: dist.Store, *, shards: int, patience: float, term: Term) -> None:
         self._store, self._shards, self._patience = store, shards, patience
+        self._term = term
+        self._turn = 0
+
+    def begin_term(self) -> None:
+        """Count commands from 1 again."""
         self._turn = 0
 
     def call(self, operation: str, *arguments: Any) -> list[Any]:
@@ -100,21 +130,23 @@ class RemoteShards:
             CommunicationError: A shard does not answer, or could not do it.
         """
         self._turn += 1
-        command = f"command/{self._turn}"
+        term = self._term.number
+        command = f"{term}/command/{self._turn}"
         self._store.set(command, json.dumps([operation, arguments]))
-        keys = [f"answer/{self._turn}/{shard}" for shard in range(self._shards)]
+        keys = [f"{term}/answer/{self._turn}/{shard}" for shard in range(self._shards)]
         answers = []
         for shard, key in enumerate(keys):
-            if not waited(self._store, key, seconds=self._patience):
+            if not waited(self._store, key, seconds=self._patience, look=self._term.look):
                 raise CommunicationError(
                     f"shard {shard} of {self._shards} has not answered {operation!r} within "
-                    f"{self._patience:g} s; start all shards anew, from the parameters that are "
-                    "saved"
+                    f"{self._patience:g} s; start it again with its folder of snapshots, or all "
+                    "shards anew, from parameters that are saved"
                 )
             answer = json.loads(self._store.get(key))
             if "error" in answer:
                 raise CommunicationError(f"shard {shard}: {operation}: {answer['error']}")
             answers.append(answer["found"])
+        self._term.look()  # an answer may be that of a shard that was started again since
         for key in (command, *keys):
             self._store.delete_key(key)
         return answers
@@ -141,6 +173,7 @@ class RemoteBatch:
         config: How the batch is cut.
         lease: Seconds without a sign of life after which a worker is lost.
         patience: Seconds that the coordinator waits for a worker where there is none.
+        term: The coordinator's.
 
     Attributes:
         again: Units that were handed out more than once.
@@ -148,14 +181,25 @@ class RemoteBatch:
     """
 
     def __init__(
-        self, store: dist.Store, config: SandblasterConfig, *, lease: float, patience: float
+        self,
+        store: dist.Store,
+        config: SandblasterConfig,
+        *,
+        lease: float,
+        patience: float,
+        term: Term,
     ) -> None:
         self._store, self._config = store, config
         self._lease, self._patience = lease, patience
-        self._members: list[_Member] = []
-        self._evaluation = 0
-        self._looked = 0.0
+        self._term = term
+        self._looked = self._looked_at_term = 0.0
         self.again = self.lost = 0
+        self.begin_term()
+
+    def begin_term(self) -> None:
+        """Begin without workers: those that live join the term."""
+        self._members: list[_Member] = []
+        self._evaluation = self._term.number * EVALUATIONS
 
     def __call__(self) -> float:
         """All portions, at the shards' trial point; the sum of losses.
@@ -171,6 +215,9 @@ class RemoteBatch:
         while not portions.over:
             moved = self._greet() + self._collect(portions, losses) + self._deal(portions)
             self._look_for_life(portions)
+            if not moved and time.monotonic() - self._looked_at_term > LOOK:
+                self._term.look()
+                self._looked_at_term = time.monotonic()
             if moved or any(each.task and not each.lost for each in self._members):
                 alive = time.monotonic()
             elif time.monotonic() - alive > self._patience:
@@ -184,7 +231,7 @@ class RemoteBatch:
         return float(losses.total)
 
     def _greet(self) -> int:
-        joined = int(self._store.add("workers", 0))
+        joined = int(self._store.add(f"{self._term.number}/workers", 0))
         new = joined - len(self._members)
         self._members += [_Member(since=time.monotonic()) for _ in range(new)]
         return new
@@ -193,7 +240,7 @@ class RemoteBatch:
         """Take up what workers have done."""
         moved = 0
         for number, member in enumerate(self._members):
-            key = f"done/{number}/{member.turn}"
+            key = f"{self._term.number}/done/{number}/{member.turn}"
             if member.task is None or not self._store.check([key]):
                 continue
             loss = float.fromhex(self._store.get(key).decode())
@@ -216,7 +263,8 @@ class RemoteBatch:
             if unit is None:
                 continue
             member.turn, member.task = member.turn + 1, (self._evaluation, unit)
-            self._store.set(f"task/{number}/{member.turn}", json.dumps(member.task))
+            task = f"{self._term.number}/task/{number}/{member.turn}"
+            self._store.set(task, json.dumps(member.task))
             moved += 1
         return moved
 
@@ -226,7 +274,7 @@ class RemoteBatch:
             return
         self._looked = now
         for number, member in enumerate(self._members):
-            key = f"beat/{number}"
+            key = f"{self._term.number}/beat/{number}"
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != member.beat:
                 member.beat, member.since, member.lost = beat, now, False
@@ -243,7 +291,9 @@ def coordinate(
     config: SandblasterConfig,
     lease: float = 10.0,
     patience: float = 60.0,
-) -> Coordinator:
+    save_every: int = 1,
+    take_over: bool = False,
+) -> RecoveringCoordinator:
     """A coordinator of shards (`serve`) and workers (`work`) in other processes. Call its `run`,
     as often as it takes, then its `finish`, then `stop(store)`.
 
@@ -253,6 +303,10 @@ def coordinate(
         config: The run's options, the same in all processes.
         lease: Seconds without a sign of life after which a worker is lost.
         patience: Seconds that are waited for a shard's answer, and for a worker where none is left.
+        save_every: Iterations from one snapshot of the shards that have a folder for them to the
+            next.
+        take_over: Whether this coordinator replaces one that has died. It goes on from the shards'
+            last snapshot, and the other one, where it lives, ends with a CommunicationError.
 
     Raises:
         ValueError: For other options than those of the other processes, or where the run has a
@@ -263,12 +317,15 @@ def coordinate(
         if not value > 0:
             raise ValueError(f"{name} is {value!r}; give seconds, above 0")
     place = notes(store)
+    check_number(save_every, name="save_every", least=1)
     agree(place, None, shards, config)
-    if int(place.add("coordinators", 1)) > 1:
-        raise ValueError(
-            "another process coordinates the run of this store; let one do it, or give each run a "
-            "store of its own: torch.distributed.PrefixStore(name, store)"
-        )
-    found = RemoteShards(place, shards=shards, patience=patience)
-    batch = RemoteBatch(notes(store), config, lease=lease, patience=patience)
-    return Coordinator(found, batch, config)
+    term = Term(place, shards=shards, take_over=take_over)
+    found = RemoteShards(place, shards=shards, patience=patience, term=term)
+    batch = RemoteBatch(notes(store), config, lease=lease, patience=patience, term=term)
+
+    def begin_term() -> None:
+        term.begin()
+        found.begin_term()
+        batch.begin_term()
+
+    return RecoveringCoordinator(found, batch, config, begin_term=begin_term, save_every=save_every)

@@ -149,6 +149,37 @@ class VectorShard:
         largest = float(self.direction.abs().max()) if self.direction.numel() else 0.0
         return largest, self._dot(self._known[0.0])
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """All vectors between two iterations: [n] each, and the history; new memory."""
+        kept = {"point": self.point, "direction": self.direction, "rows": self.rows}
+        return {name: each.clone() for name, each in {**kept, "gradient": self._known[0.0]}.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go back to where `state_dict` was taken.
+
+        Raises:
+            ValueError: Before anything is changed, for vectors of another length or dtype.
+        """
+        for name, own in (("point", self.point), ("rows", self.rows)):
+            found = state[name]
+            if found.shape != own.shape or found.dtype != own.dtype:
+                raise ValueError(
+                    f"the snapshot's {name} is {tuple(found.shape)} of {found.dtype}, and this "
+                    f"shard's {tuple(own.shape)} of {own.dtype}; give the snapshots of a run with "
+                    "the same model, shards and config"
+                )
+        self.point, self.direction = state["point"].clone(), state["direction"].clone()
+        self.rows.copy_(state["rows"])
+        self._known = {0.0: state["gradient"].clone()}
+        self._sum = TreeSum(self._leaves)
+
+    def begin_anew(self, values: Tensor) -> None:
+        """Go back to the first parameters, without a history."""
+        self.point = values.clone()
+        self.direction.zero_()
+        self.rows.zero_()
+        self._known, self._sum = {}, TreeSum(self._leaves)
+
     def values(self) -> Tensor:
         """The parameters of the last point."""
         return self.point

@@ -1,5 +1,7 @@
 """work: a process that computes portions for the coordinator, until it is told to stop.
 
+A lost shard, or another coordinator, ends a term; a worker joins the next one.
+
 task: evaluation, unit -> parameters from all shards, once an evaluation
                        -> gradient to all shards -> done: the loss
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -18,15 +21,17 @@ from torch import Tensor
 
 from pyops.failure import CommunicationError
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, message
-from pyops.parameter_server.session import Session, Tag
+from pyops.parameter_server.session import OPENING, Session, Tag
 from pyops.parameter_server.vectors import cut
 from pyops.sandblaster.config import SandblasterConfig
-from pyops.sandblaster.remote import agree, notes, waited
+from pyops.sandblaster.recovery import current_term
+from pyops.sandblaster.remote import STOP, agree, notes, waited
 from pyops.sandblaster.worker import Worker
 
 __all__ = ["work"]
 
 FOREVER = 1e9
+POLL = 0.01  # seconds
 
 
 def work(
@@ -36,6 +41,7 @@ def work(
     shards: int,
     config: SandblasterConfig,
     lease: float = 10.0,
+    patience: float = 60.0,
 ) -> int:
     """Compute portions until `stop(store)`. Workers may join at any time.
 
@@ -46,6 +52,7 @@ def work(
         shards: How many there are.
         config: The run's options, the same in all processes.
         lease: As of `coordinate`: signs of life come eight times as often.
+        patience: Seconds that are waited, where a shard is lost, until it is there again.
 
     Returns:
         How many units it has computed.
@@ -56,36 +63,96 @@ def work(
     """
     place = notes(store)
     agree(place, worker.model, shards, config)
-    number = int(place.add("workers", 1)) - 1
+    term = computed = 0
+    lost: RuntimeError | None = None
     try:
-        with (
-            _beats(notes(store), f"beat/{number}", lease / 8),
-            _links(place, worker, shards) as links,
-        ):
-            return _compute(place, worker, number, links, config)
+        while _begun(place, term, seconds=FOREVER if lost is None else patience):
+            term, lost = current_term(place), None
+            joined = _Joined(term, int(place.add(f"{term}/workers", 1)) - 1)
+            try:
+                with (
+                    _beats(notes(store), joined.key("beat"), lease / 8),
+                    _links(place, worker, shards, look=joined.look(place)) as links,
+                ):
+                    if _compute(place, worker, joined, links, config):
+                        return computed + joined.computed
+            except _TermIsOver:
+                continue
+            except dist.DistError:
+                raise
+            except RuntimeError as error:  # a shard is lost; the next term may have it again
+                lost = error
+            computed += joined.computed
+        if lost is None:
+            return computed
+        raise lost
     except RuntimeError as error:
         if isinstance(error, CommunicationError):
             raise
         raise CommunicationError(
-            f"worker {number}: a shard or the store is gone ({str(error).splitlines()[0]})"
+            f"a worker's shard or the store is gone ({str(error).splitlines()[0]}), and was not "
+            f"there again within {patience:g} s"
         ) from error
 
 
+def _begun(store: dist.Store, term: int, *, seconds: float) -> bool:
+    """Wait for a term after this one; False where none begins in time, or all are told to end."""
+    deadline = time.monotonic() + seconds
+    while current_term(store) <= term:
+        if time.monotonic() > deadline or store.check([STOP]):
+            return False
+        time.sleep(POLL)
+    return True
+
+
+class _Joined:
+    """A worker's part in a term."""
+
+    def __init__(self, term: int, number: int) -> None:
+        self.term, self.number, self.computed = term, number, 0
+
+    def key(self, *what: object) -> str:
+        """Of a note of this worker: "task", 3, say."""
+        name, *rest = what
+        return "/".join(str(each) for each in (self.term, name, self.number, *rest))
+
+    def look(self, store: dist.Store) -> Callable[[], None]:
+        """See whether the term is over: raises _TermIsOver."""
+
+        def see() -> None:
+            if current_term(store) != self.term:
+                raise _TermIsOver
+
+        return see
+
+
+class _TermIsOver(Exception):
+    """Whoever waits for a note of it waits in vain."""
+
+
 def _compute(
-    store: dist.Store, worker: Worker, number: int, links: _Links, config: SandblasterConfig
-) -> int:
-    computed = have = 0
-    while waited(store, key := f"task/{number}/{computed + 1}", seconds=FOREVER):
+    store: dist.Store, worker: Worker, joined: _Joined, links: _Links, config: SandblasterConfig
+) -> bool:
+    """Compute what the coordinator asks for; False where its term ends before the run does."""
+
+    have = 0
+    while True:
+        key = joined.key("task", joined.computed + 1)
+        try:
+            if not waited(store, key, seconds=FOREVER, look=joined.look(store)):
+                break
+        except _TermIsOver:
+            return False
         evaluation, unit = json.loads(store.get(key))
         store.delete_key(key)
         if evaluation != have:
             values, have = links.parameters(), evaluation
         loss, gradient = worker.compute(values, config.portions_of(unit))
         links.send(gradient, evaluation=evaluation, unit=unit)
-        computed += 1
-        store.set(f"done/{number}/{computed}", float(loss).hex())
+        joined.computed += 1
+        store.set(joined.key("done", joined.computed), float(loss).hex())
     worker.buffer.data.copy_(links.parameters())
-    return computed
+    return True
 
 
 class _Links:
@@ -118,12 +185,22 @@ class _Links:
 
 
 @contextlib.contextmanager
-def _links(store: dist.Store, worker: Worker, shards: int) -> Iterator[_Links]:
+def _links(
+    store: dist.Store, worker: Worker, shards: int, *, look: Callable[[], None]
+) -> Iterator[_Links]:
     sessions: list[Session] = []
     try:
         for shard in range(shards):
-            join = int(store.add(f"{shard}/joins", 1))
-            sessions.append(Session(store, name=f"{shard}/join/{join}", end=1))
+            while not (start := int(store.add(f"{shard}/served", 0))):
+                if store.check([STOP]):
+                    raise CommunicationError(f"the run has ended without its shard {shard}")
+                time.sleep(POLL)
+            join = int(store.add(f"{shard}/{start}/joins", 1))
+            name = f"{shard}/{start}/join/{join}"
+            # A shard that was lost meanwhile answers nothing, and a session waits for long.
+            if not waited(store, f"{name}/here", seconds=OPENING, look=look):
+                raise RuntimeError(f"shard {shard} does not answer a worker that joins")
+            sessions.append(Session(store, name=name, end=1))
         yield _Links(sessions, cut(worker.model, shards=shards), worker.buffer.data)
     finally:
         for session in sessions:

@@ -153,9 +153,7 @@ def test_a_killed_worker_changes_no_bit(dies_after: int) -> None:
 def test_a_shard_that_does_not_answer_is_named() -> None:
     store = master()
     coordinator = coordinate(client(store), shards=1, config=CONFIG, patience=0.3)
-    with pytest.raises(
-        CommunicationError, match="shard 0 of 1 has not answered 'begin_evaluation'"
-    ):
+    with pytest.raises(CommunicationError, match="shard 0 of 1 has not answered 'newest'"):
         coordinator.run(1)
     with pytest.raises(ValueError, match="lease is 0"):
         coordinate(client(store), shards=1, config=CONFIG, lease=0)
