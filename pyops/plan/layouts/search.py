@@ -15,6 +15,7 @@ from pyops.plan.costs.computing import Case
 from pyops.plan.costs.images import ImageCase
 from pyops.plan.layout import Layout
 from pyops.plan.layouts.enumeration import codec_variants, layouts, offloaded
+from pyops.plan.layouts.grids import grid_reasons
 from pyops.plan.layouts.images import image_layouts
 from pyops.plan.layouts.options import Options
 from pyops.plan.layouts.pricing import Priced, price, room_of
@@ -110,6 +111,8 @@ def search(case: Case | ImageCase, options: Options) -> Found:
     )
     fitting = alike[:1] + [each for each in fitting if each is not alike[0]] if alike else []
     why = tuple(reasons(strategies, fitting[0], room)) if fitting else ()
+    if fitting and isinstance(case, Case):
+        why += tuple(grid_reasons(case, fitting[0].layout))
     return Found(tuple(fitting), smallest, tried, why)
 
 

@@ -11,8 +11,9 @@
 
 Backward is as long where what was gathered is kept, and gathers the operands again where it is not;
 in 2.5d the gradients of the d copies of a weight are summed, 2 (d - 1) / d of them. Norms, the
-embedding and the loss are not counted: a few numbers for a token, and once a model. The tests count
-these bytes on grids of up to 64 ranks.
+embedding and the loss are not counted: a few numbers for a token, and once a model. `products` has
+other widths than these, for grouped keys or a gate. The tests count these bytes on grids of up to
+64 ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "AS_PUBLISHED",
     "FEWEST",
     "LayerCost",
+    "Products",
     "best_with_zero",
     "cost_1d",
     "cost_grid",
@@ -38,7 +40,13 @@ AS_PUBLISHED = ("ab", "ab", "ab", "ab")
 FEWEST = ("ab", "abt", "ab", "abt")
 """The forms that send the fewest elements in two dimensions: a sum of narrow results instead of a
 gather of wide operands. It is tensor parallelism over the columns and ZeRO 3 over the rows."""
-_PRODUCTS = ((1, 3), (1, 1), (1, 4), (4, 1))  # (in, out) in widths of the model
+Products = Sequence[tuple[int, int]]
+"""(in, out) of the four products of a layer: qkv, output, up, down."""
+
+
+def _gpt(width: int) -> Products:
+    """Of a GPT's layer."""
+    return [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,14 @@ class LayerCost:
         return self.forward * element_bytes / bandwidth + self.collectives * latency
 
 
-def cost_1d(tokens: int, width: int, *, ranks: int, sequence_parallel: bool = True) -> LayerCost:
+def cost_1d(
+    tokens: int,
+    width: int,
+    *,
+    ranks: int,
+    sequence_parallel: bool = True,
+    products: Products | None = None,
+) -> LayerCost:
     """Of tensor parallelism in one dimension (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
     Args:
@@ -83,20 +98,29 @@ def cost_1d(tokens: int, width: int, *, ranks: int, sequence_parallel: bool = Tr
         ranks: p.
         sequence_parallel: Whether tokens are cut between the layers; then what is gathered of them
             is gathered again in backward.
+        products: Of the layer; None: a GPT's.
     """
-    once = tokens * width * (ranks - 1) / ranks
+    (x, _), (heads, y), (z, _), (inside, out) = products or _gpt(width)
+    part = (ranks - 1) / ranks
+    once, again = (x + y + z + out) * part, (x + z) * part
     cut = ranks if sequence_parallel else 1
     return LayerCost(
-        forward=4 * once,
-        backward=(6 if sequence_parallel else 4) * once,
+        forward=tokens * once,
+        backward=tokens * (once + (again if sequence_parallel else 0.0)),
         collectives=(4 if sequence_parallel else 2) if ranks > 1 else 0,
-        weights=12 * width**2 / ranks,
-        activations=tokens * width * (2 / cut + 5 / ranks),
-        gathered=tokens * width if sequence_parallel and ranks > 1 else 0.0,
+        weights=_weights(products or _gpt(width)) / ranks,
+        activations=tokens * ((x + z) / cut + (heads + inside) / ranks),
+        gathered=float(tokens * max(x, z)) if sequence_parallel and ranks > 1 else 0.0,
     )
 
 
-def cost_with_zero(tokens: int, width: int, *, tp: int, zero: int) -> LayerCost:
+def _weights(products: Products) -> int:
+    return sum(inner * outer for inner, outer in products)
+
+
+def cost_with_zero(
+    tokens: int, width: int, *, tp: int, zero: int, products: Products | None = None
+) -> LayerCost:
     """Of `tp` ranks with sequence parallelism in each of `zero` replicas, which share out the
     weights (ZeRO stage 3, Rajbhandari et al., 2020) and the tokens.
 
@@ -105,16 +129,19 @@ def cost_with_zero(tokens: int, width: int, *, tp: int, zero: int) -> LayerCost:
         width: h.
         tp: t.
         zero: z.
+        products: Of the layer; None: a GPT's.
     """
-    one = cost_1d(tokens, width, ranks=tp)
-    weights = 12 * width**2 / tp * (zero - 1) / zero
+    products = products or _gpt(width)
+    one = cost_1d(tokens, width, ranks=tp, products=products)
+    weights = one.weights * (zero - 1) / zero
+    largest = max(inner * outer for inner, outer in products)
     return LayerCost(
         forward=one.forward / zero + weights,
         backward=one.backward / zero + 2 * weights,
         collectives=one.collectives + (4 if zero > 1 else 0),
         weights=one.weights / zero,
         activations=one.activations / zero,
-        gathered=one.gathered / zero + (4 * width**2 / tp if zero > 1 else 0.0),
+        gathered=one.gathered / zero + (largest / tp if zero > 1 else 0.0),
     )
 
 
@@ -140,6 +167,7 @@ def cost_grid(
     shape: Sequence[int] | None = None,
     forms: Sequence[str] = AS_PUBLISHED,
     keep_gathered: bool = False,
+    products: Products | None = None,
 ) -> LayerCost:
     """Of a grid in two, two and a half or three dimensions.
 
@@ -151,26 +179,29 @@ def cost_grid(
         shape: See `grid_shape`.
         forms: Of the four products; see `pyops.tensor_parallel.grids.product`.
         keep_gathered: Whether what is gathered is kept for backward.
+        products: Of the layer; None: a GPT's.
 
     Raises:
         ValueError: There is no such grid.
     """
     sizes = grid_shape(ranks, mode, shape)
-    products = [
-        _product(tokens, i * width, o * width, sizes if mode != "2d" else (1, *sizes), mode, form)
-        for (i, o), form in zip(_PRODUCTS, forms, strict=True)
+    products = products or _gpt(width)
+    priced = [
+        _product(tokens, inner, outer, sizes if mode != "2d" else (1, *sizes), mode, form)
+        for (inner, outer), form in zip(products, forms, strict=True)
     ]
     copies = sizes[0] if mode == "2.5d" else 1
-    weights = 12 * width**2 * copies / ranks
-    backward = sum(p.again for p in products) if not keep_gathered else 0.0
+    weights = _weights(products) * copies / ranks
+    forward = sum(p.forward for p in priced)
+    again = 0.0 if keep_gathered else sum(p.again for p in priced)
+    inputs = tokens * sum(inner for inner, _ in products) / ranks
     return LayerCost(
-        forward=sum(p.forward for p in products),
-        backward=sum(p.forward for p in products) + backward + 2 * (copies - 1) / copies * weights,
-        collectives=sum(p.collectives for p in products),
+        forward=forward,
+        backward=forward + again + 2 * (copies - 1) / copies * weights,
+        collectives=sum(p.collectives for p in priced),
         weights=weights,
-        activations=7 * tokens * width / ranks
-        + (sum(p.gathered for p in products) if keep_gathered else 0.0),
-        gathered=max(p.gathered for p in products),
+        activations=inputs + (sum(p.gathered for p in priced) if keep_gathered else 0.0),
+        gathered=max(p.gathered for p in priced),
     )
 
 

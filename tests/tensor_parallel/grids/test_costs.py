@@ -24,16 +24,21 @@ pytestmark = pytest.mark.cpu_only
 H = 16
 
 
-def counted(mode: str, shape: Shape, tokens: int, forms=AS_PUBLISHED, keep: bool = False):
+GPT = [(H, 3 * H), (H, H), (H, 4 * H), (4 * H, H)]
+GATED = [(H, 2 * H), (H, H), (H, 6 * H), (3 * H, H)]
+"""Of groups of keys half as wide as the queries, and an MLP with a gate."""
+
+
+def counted(
+    mode: str, shape: Shape, tokens: int, forms=AS_PUBLISHED, keep: bool = False, products=GPT
+):
     """{(elements forward, elements backward, collectives, weights, kept)} of all ranks."""
 
     def body(grid: Grid) -> tuple[int, ...]:
         layers, cuts = [], grid.cuts
-        for (inner, outer), form in zip(((1, 3), (1, 1), (1, 4), (4, 1)), forms, strict=True):
+        for (inner, outer), form in zip(products, forms, strict=True):
             config = GridLinearConfig(form=form, keep_gathered=keep, seed=None)
-            layer = GridLinear(
-                inner * H, outer * H, grid=grid, bias=False, config=config, cuts=cuts
-            )
+            layer = GridLinear(inner, outer, grid=grid, bias=False, config=config, cuts=cuts)
             torch.nn.init.ones_(layer.weight)
             layers.append(layer)
             cuts = layer.behind
@@ -84,6 +89,17 @@ def test_costs_are_what_is_received_and_kept(mode, shape, tokens, forms):
         cost.weights,
         cost.activations,
     )
+
+
+@pytest.mark.parametrize(("mode", "shape"), [("2d", (2, 2)), ("2.5d", (2, 2, 2)), ("3d", (2,) * 3)])
+def test_costs_of_other_widths(mode, shape):
+    """Of grouped keys and a gate, on a grid and of what it is compared with."""
+    for forms in (AS_PUBLISHED, FEWEST):
+        cost = cost_grid(32, H, ranks=math.prod(shape), mode=mode, forms=forms, products=GATED)
+        expected = (cost.forward, cost.backward, cost.collectives, cost.weights, cost.activations)
+        assert counted(mode, shape, 32, forms, products=GATED) == expected
+    zero = cost_with_zero(32, H, tp=2, zero=2, products=GATED)
+    assert counted("2d", (2, 2), 32, FEWEST, products=GATED)[:2] == (zero.forward, zero.backward)
 
 
 def test_what_is_kept_is_not_received_again():
