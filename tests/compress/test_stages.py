@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pyops import hub
 from pyops.compress import Spread, compress, run
+from pyops.compress.measuring import Score
 from pyops.compress.methods import Work, learned
 from pyops.config import ConfigError
 from tests.compress.tiny_folder import make_folder, model_of, run_of
@@ -27,15 +28,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("stages") / "gpt", num_layers=2)
 
 
-def test_times_are_of_the_model_of_their_stage(folder, monkeypatch):
+def test_scores_and_times_are_of_the_model_of_their_stage(folder, monkeypatch):
+    def score(model: Any, *_: Any, **__: Any) -> Score:
+        return Score(model.config.num_layers, model.config.num_layers / 10, 7)
+
     def time_models(models: list[Any], *_: Any) -> list[tuple[Spread, Spread]]:
         times = [Spread.of([model.config.num_layers]) for model in models]
         return [(each, Spread.of([10 * each.median])) for each in times]
 
+    monkeypatch.setattr(run, "score", score)
     monkeypatch.setattr(run, "time_models", time_models)
     report = compress(
         run_of(folder, "timed", FINETUNE, HALVE, measure={"rounds": 1, "batch": 3}), device="cpu"
     )
+    assert [stage.loss for stage in report.stages] == [2, 2, 1]
+    assert [stage.accuracy for stage in report.stages] == [0.2, 0.2, 0.1]
+    assert report.num_tokens == 7
     assert [stage.token_ms.median for stage in report.stages if stage.token_ms] == [2, 2, 1]
     assert [stage.batch_ms.median for stage in report.stages if stage.batch_ms] == [20, 20, 10]
     assert report.batch_shape == (3, 32)
