@@ -39,8 +39,8 @@ def test_the_first_rows_to_learn_from_calibrate(folder):
     found = texts_of(folder, num_calibration_rows=5).to_calibrate(batch=2)
     assert [len(each) for each in found] == [2, 2, 1]
     assert torch.equal(torch.cat(found).flatten(), encoded(folder, "train.txt")[: 5 * LENGTH])
-    split = texts_of(folder, held_out="", validation_fraction=0.5, num_calibration_rows=99)
-    assert sum(map(len, split.to_calibrate())) == len(split.train)
+    split = texts_of(folder, held_out="", validation_fraction=0.25, num_calibration_rows=99)
+    assert sum(map(len, split.to_calibrate())) == len(split.train) > len(split.held_out)
 
 
 def test_without_a_file_the_end_of_the_text_is_held_out(folder):
