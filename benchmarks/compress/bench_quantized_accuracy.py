@@ -9,6 +9,7 @@ Nothing is timed against a rival: a row is a result of each method.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,18 +22,22 @@ from benchmarks.__main__ import Options
 from benchmarks.compress.quantized_models import (
     EXAMPLE,
     GROUP_64,
+    OUTLIERS,
     Digits,
     Text,
     accuracy,
     digits_mlp,
     example_gpt,
+    layers_error,
     rounded_accuracy,
     text_losses,
     trained_aware,
 )
 from benchmarks.instruments import machine
 from benchmarks.instruments.harness import Row, keep_row
+from pyops.models import GPT
 from pyops.quantized import Int8
+from pyops.quantized.calibration import awq
 from pyops.quantized.formats import Format
 from pyops.quantized.layers import chosen, matrix
 
@@ -109,7 +114,14 @@ def text_rows(format: Format = GROUP_64, *, steps: int = 700) -> Iterator[Row]:
     parts = (
         ("int8", ("int8",), Int8()),
         (repr(format), ("nearest", "awq", "gptq", "awq, gptq"), format),
-        ("int8, one input 50 times larger", ("outlier", "outlier, smooth"), Int8()),
+        *(
+            (
+                f"int8, one input {times} times larger",
+                (f"outlier of {times}", f"outlier of {times}, smooth"),
+                Int8(),
+            )
+            for times in OUTLIERS
+        ),
     )
     for name, methods, of_weights in parts:
         own = exact | {method: found[method] for method in methods}
@@ -119,7 +131,18 @@ def text_rows(format: Format = GROUP_64, *, steps: int = 700) -> Iterator[Row]:
             "float_bytes": float_bytes(model),
             "weight_bytes": weight_bytes(model, of_weights),
         }
+        if "awq" in own:
+            row["awq_layers_error"] = awq_layers_error(model, text, format, examples=64)
         yield row | sizes | {"steps": steps, "training_seconds": round(trained, 1)}
+
+
+def awq_layers_error(model: GPT, text: Text, format: Format, *, examples: int) -> float:
+    """The part of the layers' error that is left by AWQ: what its rule can win at most."""
+    tokens = [rows[:, :-1] for rows in text.train[:examples].split(8)]
+    scaled = copy.deepcopy(model)
+    awq(scaled, format, tokens)
+    errors = [layers_error(each, tokens, format) for each in (scaled, model)]
+    return round(errors[0] / errors[1], 3)
 
 
 def run(options: Options) -> list[Row]:

@@ -23,23 +23,31 @@ from pyops.models import GPT, GPTConfig
 from pyops.optim import AdamW
 from pyops.quantized import Int4, Int8, IntN, Scheme
 from pyops.quantized.calibration import awq, gptq, smooth
+from pyops.quantized.calibration.activation_aware import Moments, rounding_error
+from pyops.quantized.calibration.inputs import run
 from pyops.quantized.calibration.readers import fold, readers_of_norms
 from pyops.quantized.formats import Format
-from pyops.quantized.layers import chosen
+from pyops.quantized.layers import chosen, matrix
 from pyops.quantized.training import aware
 
 __all__ = [
+    "OUTLIERS",
     "Digits",
     "Text",
     "accuracy",
     "digits_mlp",
     "example_gpt",
+    "layers_error",
     "rounded_accuracy",
     "rounded_loss",
     "text_losses",
     "trained_aware",
     "with_outliers",
 ]
+
+OUTLIERS = (50, 200)
+"""How many times larger a channel is made; one of average size is then some ten, and some forty,
+times the largest other number of its token."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ def rounded_loss(model: GPT, text: Text, scheme: Scheme) -> float:
         return loss_of(model, text)
 
 
-def with_outliers(model: GPT, *, times: float = 50.0, channel: int = 3) -> GPT:
+def with_outliers(model: GPT, *, times: float, channel: int = 3) -> GPT:
     """A copy that computes the same, in which every norm's result has a channel that is `times`
     larger, and its readers' weights for it as much smaller."""
     model = copy.deepcopy(model)
@@ -195,11 +203,34 @@ def with_outliers(model: GPT, *, times: float = 50.0, channel: int = 3) -> GPT:
     return model
 
 
+@torch.no_grad()
+def layers_error(model: GPT, batches: list[Tensor], format: Format) -> float:
+    """What rounding to nearest costs the layers themselves: |Q(W) X - W X|^2 / |W X|^2, summed over
+    them. Unlike the model's loss it does not depend on where the errors of one rounding point.
+
+    Args:
+        model: in evaluation mode.
+        batches: tokens.
+        format: of the weights.
+    """
+    moments: dict[str, Moments] = {}
+    layers = chosen(model, None)
+    run(model, batches, layers, lambda n, x: moments.setdefault(n, Moments.empty(x)).add(x))
+    total = 0.0
+    for name, layer in layers.items():
+        weight, products = matrix(layer), moments[name].products
+        wide = weight.double()
+        plain = torch.ones(weight.shape[1])
+        error = rounding_error(weight, plain, products, format)
+        total += error / float((wide @ products * wide).sum())
+    return total
+
+
 def text_losses(
     model: GPT, text: Text, format: Format, *, examples: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Nats per byte of the model in floating point, in int8, with weights of `format` by every
-    method, and with an outlier in int8; and the seconds that methods took.
+    method, and with outliers in int8; and the seconds that methods took.
 
     Args:
         model: trained.
@@ -220,12 +251,14 @@ def text_losses(
         gptq(made, format, tokens)
         seconds[name] = time.perf_counter() - start
         found[name] = loss_of(made, text)
-    outlier = with_outliers(model)
-    found["outlier"] = rounded_loss(outlier, text, int8)
-    start = time.perf_counter()
-    smooth(outlier, tokens)
-    seconds["outlier, smooth"] = time.perf_counter() - start
-    found["outlier, smooth"] = rounded_loss(outlier, text, int8)
+    for times in OUTLIERS:
+        name = f"outlier of {times}"
+        outlier = with_outliers(model, times=times)
+        found[name] = rounded_loss(outlier, text, int8)
+        start = time.perf_counter()
+        smooth(outlier, tokens)
+        seconds[f"{name}, smooth"] = time.perf_counter() - start
+        found[f"{name}, smooth"] = rounded_loss(outlier, text, int8)
     return found, seconds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.distbelief_digits import PUSHES, Downpour, Sandblaster
+from benchmarks.asynchronous.distbelief_digits import PUSHES, Downpour, Sandblaster
 from tests.grids import cut
 
 pytest.importorskip("sklearn")

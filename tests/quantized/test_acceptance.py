@@ -8,6 +8,7 @@ import pytest
 from benchmarks.compress.quantized_models import (
     EXAMPLE,
     GROUP_64,
+    OUTLIERS,
     SMALL,
     Digits,
     Text,
@@ -71,7 +72,8 @@ def test_text():
 
 @pytest.mark.full
 def test_text_of_the_example():
-    """AWQ, and 50 times an input in 8 bits, are told by the bench: this model bears both."""
+    """AWQ, and 50 times an input in 8 bits, are told by the bench: this model bears both, and 200
+    times an input it does not."""
     text = Text.load(256, rows=8000, held_out=128)
     model = example_gpt(EXAMPLE, text, steps=700, batch=8)
     found, _ = text_losses(model, text, GROUP_64, examples=64)
@@ -82,7 +84,7 @@ def test_text_of_the_example():
 
 def check_text(found: dict[str, float]) -> None:
     check_methods(found)
-    assert found["outlier"] - found["float"] > OF_INT8, "an outlier that int8 bears"
+    assert found["outlier of 50"] - found["float"] > OF_INT8, "an outlier that int8 bears"
 
 
 def check_methods(found: dict[str, float]) -> None:
@@ -91,4 +93,6 @@ def check_methods(found: dict[str, float]) -> None:
     assert found["int8"] - exact <= OF_INT8
     assert lost > 0
     assert found["gptq"] - exact <= 0.6 * lost
-    assert found["outlier, smooth"] - exact <= OF_INT8
+    assert found["outlier of 200"] - exact > OF_INT8, "an outlier that int8 bears"
+    for times in OUTLIERS:
+        assert found[f"outlier of {times}, smooth"] - exact <= OF_INT8

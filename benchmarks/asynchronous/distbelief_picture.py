@@ -1,4 +1,4 @@
-"""`python -m benchmarks.distbelief_picture`: draw docs/distbelief.png from the newest rows of the
+"""`python -m benchmarks.asynchronous.distbelief_picture`: draw docs/distbelief.png from the newest rows of the
 bench `distbelief`.
 
 Left, accuracy against virtual seconds; right, accuracy by the number of replicas; below, what the
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks.instruments import report
 
 __all__ = ["FINDINGS", "draw", "findings", "main"]
 

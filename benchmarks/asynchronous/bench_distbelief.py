@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
-from benchmarks.distbelief_digits import Downpour, Found, Sandblaster
-from benchmarks.distbelief_picture import PICTURE, draw
-from benchmarks.harness import Row
+from benchmarks.asynchronous.distbelief_digits import Downpour, Found, Sandblaster
+from benchmarks.asynchronous.distbelief_picture import PICTURE, draw
+from benchmarks.instruments import machine
+from benchmarks.instruments.harness import Row
 
 __all__ = ["REACHED", "WAYS", "run"]
 
