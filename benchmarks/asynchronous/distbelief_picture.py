@@ -1,5 +1,5 @@
-"""`python -m benchmarks.asynchronous.distbelief_picture`: draw docs/distbelief.png from the newest rows of the
-bench `distbelief`.
+"""Draw docs/distbelief.png from the newest rows of the bench `distbelief`:
+`python -m benchmarks.asynchronous.distbelief_picture`.
 
 Left, accuracy against virtual seconds; right, accuracy by the number of replicas; below, what the
 paper says beside what these runs do.
