@@ -57,7 +57,7 @@ void weights_of(W* x, W lse, int64_t n) {
         using V = typename decltype(lane)::type;
         V s;
         load(s, x + i);
-        store(x + i, exponential(s - V(lse)));
+        store(x + i, softmax_exponential(s - V(lse)));
     });
 }
 

@@ -51,7 +51,7 @@ W exponentials(W* x, W shift) {
         using V = typename decltype(lane)::type;
         V s;
         load(s, x + i);
-        store(x + i, exponential(s - V(shift)));
+        store(x + i, softmax_exponential(s - V(shift)));
     });
     Sums<W> sum;
     across<W>(QT, [&](auto lane, int64_t i, int slot) __attribute__((always_inline)) {
@@ -124,7 +124,7 @@ void visit(const AttentionSpan& span, const ForwardRoom<W>& room, const KeyTile&
                 maximum = here > before ? here : before, shift = softmax_shift(maximum);
         const W sum = exponentials(x, shift);
         if (maximum != before) {
-            const W correction = exponential(before - shift);
+            const W correction = softmax_exponential(before - shift);
             room.total[row + m] *= static_cast<double>(correction);
             scale_row(room.sum + (row + m) * ld, correction, ld);
             room.maximum[row + m] = maximum;

@@ -40,6 +40,16 @@ PYOPS_HOST_DEVICE T softmax_shift(T maximum) {
     return maximum == T(-INFINITY) ? T(0) : maximum;
 }
 
+// exp x for x <= 0, and 0 below -87, where it would be subnormal: beside a largest weight of 1 that
+// is nothing, and some processors take a hundred times as long for a result of that kind, one for
+// each score of -inf.
+template <typename T>
+PYOPS_HOST_DEVICE T softmax_exponential(T x) {
+    const T least = T(-87.0f);
+    return where_less(x, least, T(0.0f), exponential(at_least(x, least)));
+}
+PYOPS_HOST_DEVICE double softmax_exponential(double x) { return exp(x); }
+
 // Where the counters of the weights of a batch: of row b, head h, query place t, key place s.
 struct WeightCounters {
     uint64_t first;  // of the first weight, everything before this part of the whole included
