@@ -72,7 +72,8 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
         first_step = loop.training.step
         try:
             with request, observed(config):
-                stopped = loop.run(request)
+                # A signal that ends a run with its last step leaves nothing to go on with.
+                stopped = loop.run(request) and not loop.training.is_over
         except BaseException:
             loop.checkpoints.close()
             raise
@@ -80,7 +81,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
         outcome = loop.finish(stopped_by=request.number)
         if loop.rank == 0 and not stopped:
             finished(config.folder)
-        if stopped and not loop.training.is_over:
+        if stopped:
             _go_on_later(loop, request.number, progressed=loop.training.step > first_step)
         return outcome
 

@@ -3,8 +3,10 @@ left."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 
 from pyops.launch.requeue import requeue
 from pyops.train import train
+from pyops.train.host.ranks import StopRequest
+from pyops.train.host.run_folder import continues
+from pyops.train.loop import StepResult
 from pyops.train.text_training import TextTraining
 from tests.train.tiny_run import STEPS, config_of, losses, same
 
@@ -111,6 +116,25 @@ def test_nothing_is_requeued_when_no_step_is_left(slurm, tmp_path, monkeypatch):
     signalled(monkeypatch, signal.SIGUSR1, step=STEPS - 1)
     train(config_of(tmp_path, "cpu"))
     assert asked() == []
+
+
+def test_a_training_that_stops_with_its_last_step_has_ended(slurm, tmp_path, monkeypatch):
+    """A `Training` may say "stop" with the last step, too; the next job of Slurm begins anew."""
+    asked = slurm()
+    config = config_of(tmp_path, "cpu")
+    inner = TextTraining.steps
+
+    def stopping(self: TextTraining, request: StopRequest) -> Iterator[StepResult]:
+        for result in inner(self, request):
+            yield dataclasses.replace(result, stop=result.stop or self.is_over)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextTraining, "steps", stopping)
+        signalled(patch, signal.SIGUSR1, step=STEPS - 1)
+        outcome = train(config)
+    assert (outcome.steps, outcome.stopped_by) == (STEPS, 0)
+    assert asked() == []
+    assert not continues(config.folder)
 
 
 def _stopped(rank: int, group: Any, config: Any, path: str) -> int:
