@@ -53,6 +53,7 @@ from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.plan import ImageShape, ModelShape, measure_blocks, measure_layers
 from pyops.precision import LossScaler, overflowed
+from pyops.tensor_parallel.grids import Grid
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 
@@ -149,6 +150,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         model := linear(), torch.optim.SGD(model.parameters(), lr=0.1)
     ),
     "mesh.Mesh": lambda: Mesh(Axes()),
+    "tensor_parallel.grids.Grid.of": Grid.of,
     "mesh.check_initialized": lambda: check_initialized("this"),
     "mesh.resolve": lambda: resolve(None, "this"),
     "observe.compare_replicas": lambda: compare_replicas({"w": X}),
