@@ -20,7 +20,7 @@ struct DepthwiseSpan {
 
 // Numbers of fp32 (float64) that a call of a kernel wants as scratch.
 inline int64_t depthwise_scratch(const DepthwiseSpan& span) {
-    return DEPTHWISE_SUMS * span.channels + 6 * span.width * span.channels;
+    return DEPTHWISE_SUMS * span.channels + 5 * span.width * span.channels;
 }
 
 }  // namespace pyops

@@ -46,20 +46,23 @@ inline PYOPS_INLINE void by_channels(int64_t channels, const F& f, const G& rest
 }
 
 // What one row of outputs is made of; in backward, one row of inputs. Rows of x (of dy) that are
-// beyond the image, or meet no tap, are null.
-template <typename T>
+// beyond the image, or meet no tap, are null. Rows are read and written in the dtype S, whose numbers
+// registers widen as they read.
+template <typename S>
 struct Line {
-    const T* rows[TAPS];
-    const T *taps, *bias, *x;
-    T *out, *sums;
+    const S* rows[TAPS];
+    const Real<S>*taps, *bias;
+    const S* x;
+    S* out;
+    Real<S>* sums;
     int64_t width, out_width, channels;  // pixels of a row of x and of y
     // What the next line reads first, and its out: null where there is none, or it is in scratch.
-    const T *next_row, *next_x;
-    T* next_out;
+    const S *next_row, *next_x;
+    S* next_out;
     bool streams;  // out is written past the caches
 
     // The rows from a column on, perhaps the one before the first.
-    void from(const T** places, int64_t column, int64_t channel = 0) const {
+    void from(const S** places, int64_t column, int64_t channel = 0) const {
         for (int i = 0; i < TAPS; ++i)
             places[i] = rows[i] ? rows[i] + column * channels + channel : nullptr;
     }
@@ -68,22 +71,23 @@ struct Line {
 // Has a register's channels of neighbouring pixels come into L2 one line before they are needed: a
 // block is gone through by channels, in steps that the processor does not foresee where an image has
 // few of them. At stride 2 the forward pass computes too little beside to gain by it.
-template <int PIXELS, bool WRITTEN, typename T>
-inline PYOPS_INLINE void fetch(const T* pixels, int64_t channels) {
-    if (Wide<T>::N * sizeof(T) < CACHE_LINE || !pixels) return;
+template <int PIXELS, bool WRITTEN, typename S>
+inline PYOPS_INLINE void fetch(const S* pixels, int64_t channels) {
+    if (Wide<Real<S>>::N * sizeof(Real<S>) < CACHE_LINE || !pixels) return;
     PYOPS_UNROLL
     for (int p = 0; p < PIXELS; ++p) __builtin_prefetch(pixels + p * channels, WRITTEN, 2);
 }
 
-template <int STRIDE, int P, bool EDGE, typename T>
-__attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o, Block block) {
-    const T* rows[TAPS];
+template <int STRIDE, int P, bool EDGE, typename S>
+__attribute__((noinline)) void forward_block(const Line<S>& line, int64_t o, Block block) {
+    using T = Real<S>;
+    const S* rows[TAPS];
     line.from(rows, TapPlace<STRIDE>::input(o, 0));
     const int64_t channels = line.channels;
     const T *const taps = line.taps, *const bias = line.bias;
-    T* const y = line.out + o * channels;
-    const T* const next = line.next_row ? line.next_row + o * channels : nullptr;
-    T* const next_y = line.next_out ? line.next_out + o * channels : nullptr;
+    S* const y = line.out + o * channels;
+    const S* const next = line.next_row ? line.next_row + o * channels : nullptr;
+    S* const next_y = line.next_out ? line.next_out + o * channels : nullptr;
     by_channels<T>(
         channels,
         [&](int64_t c) PYOPS_INLINE {
@@ -91,47 +95,49 @@ __attribute__((noinline)) void forward_block(const Line<T>& line, int64_t o, Blo
                 fetch<P, false>(next ? next + c : nullptr, channels);
                 fetch<P, true>(next_y ? next_y + c : nullptr, channels);
             }
-            forward_pixels<STRIDE, P, EDGE, Wide<T>>(rows, taps, bias, channels, c, y, block,
-                                                     line.streams);
+            forward_pixels<STRIDE, P, EDGE>(rows, taps, bias, channels, c, y, block, line.streams);
         },
         [&](int64_t c) {
-            const T* of_channel[TAPS];
+            const S* of_channel[TAPS];
             line.from(of_channel, TapPlace<STRIDE>::input(o, 0), c);
             forward_channel<STRIDE>(of_channel, taps + c, bias ? bias + c : nullptr, channels,
                                     y + c, block);
         });
 }
 
-template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename T>
-__attribute__((noinline)) void backward_block(const Line<T>& line, int64_t w, Block block) {
-    const T* rows[TAPS];
+template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename S>
+__attribute__((noinline)) void backward_block(const Line<S>& line, int64_t w, Block block) {
+    using T = Real<S>;
+    const S* rows[TAPS];
     line.from(rows, STRIDE == 1 ? w - 1 : w / 2);
     const int64_t channels = line.channels;
-    const T *const taps = line.taps, *const x = DW ? line.x + w * channels : nullptr;
-    T *const dx = DX ? line.out + w * channels : nullptr, *const sums = line.sums;
-    const T* const next = line.next_row ? line.next_row + w / STRIDE * channels : nullptr;
-    const T* const next_x = DW && line.next_x ? line.next_x + w * channels : nullptr;
-    T* const next_dx = DX && line.next_out ? line.next_out + w * channels : nullptr;
+    const T* const taps = line.taps;
+    T* const sums = line.sums;
+    const S* const x = DW ? line.x + w * channels : nullptr;
+    S* const dx = DX ? line.out + w * channels : nullptr;
+    const S* const next = line.next_row ? line.next_row + w / STRIDE * channels : nullptr;
+    const S* const next_x = DW && line.next_x ? line.next_x + w * channels : nullptr;
+    S* const next_dx = DX && line.next_out ? line.next_out + w * channels : nullptr;
     by_channels<T>(
         channels,
         [&](int64_t c) PYOPS_INLINE {
             fetch<(P + STRIDE - 1) / STRIDE, false>(next ? next + c : nullptr, channels);
             if (DW) fetch<P, false>(next_x ? next_x + c : nullptr, channels);
             if (DX) fetch<P, true>(next_dx ? next_dx + c : nullptr, channels);
-            backward_pixels<STRIDE, P, EDGE, DX, DW, Wide<T>>(rows, taps, x, channels, c, dx, sums,
-                                                              block, line.streams);
+            backward_pixels<STRIDE, P, EDGE, DX, DW>(rows, taps, x, channels, c, dx, sums, block,
+                                                     line.streams);
         },
         [&](int64_t c) {
-            const T* of_channel[TAPS];
+            const S* of_channel[TAPS];
             line.from(of_channel, STRIDE == 1 ? w - 1 : w / 2, c);
             backward_channel<STRIDE, DX, DW>(of_channel, taps + c, DW ? x + c : nullptr, channels,
                                              DX ? dx + c : nullptr, sums + c, block);
         });
 }
 
-template <int STRIDE, typename T>
-void forward_line(const Line<T>& line) {
-    by_blocks<T>(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
+template <int STRIDE, typename S>
+void forward_line(const Line<S>& line) {
+    by_blocks<Real<S>>(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
         constexpr int P = decltype(count)::value;
         const Block block{P, o == 0, STRIDE * (o + P - 1) + 1 >= line.width};
         if (block.at_an_edge())
@@ -141,9 +147,9 @@ void forward_line(const Line<T>& line) {
     });
 }
 
-template <int STRIDE, bool DX, bool DW, typename T>
-void backward_line(const Line<T>& line) {
-    by_blocks<T>(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
+template <int STRIDE, bool DX, bool DW, typename S>
+void backward_line(const Line<S>& line) {
+    by_blocks<Real<S>>(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
         constexpr int P = decltype(count)::value;
         const bool right =
             STRIDE == 1 ? w + P == line.width : P > 1 && (w + P) / 2 == line.out_width;
@@ -155,36 +161,30 @@ void backward_line(const Line<T>& line) {
     });
 }
 
-// A row in what it is computed in: where it is, or widened at `place`.
-template <typename S>
-const Real<S>* widened(Real<S>* place, const S* row, int64_t n) {
-    if constexpr (sizeof(S) == sizeof(Real<S>)) {
-        return row;
-    } else {
-        convert(place, row, n);
-        return place;
-    }
-}
-
-// The same for rows that several rows need: each is widened once, into one of four places.
-template <typename S>
-class WideRows {
+// Rows that several rows of the result need: where they are, or each widened once, into one of four
+// places, where E is wider than S.
+template <typename S, typename E>
+class InputRows {
 public:
-    using T = Real<S>;
-    WideRows(const void* base, int64_t numbers, T* scratch)
+    InputRows(const void* base, int64_t numbers, E* scratch)
         : base_(static_cast<const S*>(base)), numbers_(numbers), scratch_(scratch) {}
 
-    const T* row(int64_t r) {
-        T* const place = scratch_ + (r & 3) * numbers_;
-        if (sizeof(S) != sizeof(T) && held_[r & 3] == r) return place;
-        held_[r & 3] = r;
-        return widened(place, base_ + r * numbers_, numbers_);
+    const E* row(int64_t r) {
+        const S* const found = base_ + r * numbers_;
+        if constexpr (sizeof(S) == sizeof(E)) {
+            return found;
+        } else {
+            E* const place = scratch_ + (r & 3) * numbers_;
+            if (held_[r & 3] != r) convert(place, found, numbers_);
+            held_[r & 3] = r;
+            return place;
+        }
     }
 
 private:
     const S* base_;
     int64_t numbers_;
-    T* scratch_;
+    E* scratch_;
     int64_t held_[4] = {-1, -1, -1, -1};
 };
 
@@ -196,13 +196,15 @@ bool streams(const DepthwiseSpan& span) {
            span.channels % Wide<float>::N == 0;
 }
 
-template <typename S, int STRIDE>
+// E: what rows are read and written in. An activation is computed of the wide sums, so that of 16-bit
+// images is a pass of its own over a wide row.
+template <typename S, typename E, int STRIDE>
 void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scratch) {
     using T = Real<S>;
     const int64_t C = span.channels;
-    T* const spare = static_cast<T*>(scratch);
-    WideRows<S> inputs(span.x, span.width * C, spare);
-    Line<T> line{};
+    E* const spare = static_cast<E*>(scratch);
+    InputRows<S, E> inputs(span.x, span.width * C, spare);
+    Line<E> line{};
     line.taps = static_cast<const T*>(span.taps);
     line.bias = static_cast<const T*>(span.bias);
     line.width = span.width;
@@ -217,9 +219,10 @@ void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scrat
                 h >= 0 && h < span.height ? inputs.row(image * span.height + h) : nullptr;
         }
         S* const out = static_cast<S*>(span.out) + r * span.out_width * C;
-        line.out = spare + 4 * span.width * C;
-        if constexpr (sizeof(S) == sizeof(T)) {
-            line.out = out;
+        line.out = reinterpret_cast<E*>(out);
+        if constexpr (sizeof(S) != sizeof(E)) {
+            line.out = spare + 4 * span.width * C;
+        } else {
             const int64_t h = o + TAPS - 1;
             const bool more = STRIDE == 1 && r + 1 < last && h < span.height;
             line.next_row = more ? inputs.row(image * span.height + h) : nullptr;
@@ -231,13 +234,22 @@ void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scrat
     if (line.streams) fence_streams();
 }
 
+template <typename S, int STRIDE>
+void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scratch) {
+    if (span.activation < 0)
+        forward<S, S, STRIDE>(span, first, last, scratch);
+    else
+        forward<S, Real<S>, STRIDE>(span, first, last, scratch);
+}
+
 template <typename S, int STRIDE, bool DX, bool DW>
 void backward(const DepthwiseSpan& span, int64_t first, int64_t last, double* sums, void* scratch) {
     using T = Real<S>;
     const int64_t C = span.channels, numbers = span.width * C;
-    T *const few = static_cast<T*>(scratch), *const spare = few + DEPTHWISE_SUMS * C;
-    WideRows<S> gradients(span.dy, span.out_width * C, spare);
-    Line<T> line{};
+    T* const few = static_cast<T*>(scratch);
+    const int64_t dy_numbers = span.out_width * C;
+    const S *const x = static_cast<const S*>(span.x), *const dy = static_cast<const S*>(span.dy);
+    Line<S> line{};
     line.taps = static_cast<const T*>(span.taps);
     line.sums = few;
     line.width = span.width;
@@ -254,25 +266,17 @@ void backward(const DepthwiseSpan& span, int64_t first, int64_t last, double* su
                 const int64_t o = TapPlace<STRIDE>::output(h, i);
                 const bool reached =
                     h + 1 >= i && TapPlace<STRIDE>::meets(h, i) && o < span.out_height;
-                line.rows[i] = reached ? gradients.row(image * span.out_height + o) : nullptr;
+                line.rows[i] = reached ? dy + (image * span.out_height + o) * dy_numbers : nullptr;
             }
-            if (DW)
-                line.x = widened(spare + 4 * numbers, static_cast<const S*>(span.x) + r * numbers,
-                                 numbers);
-            S* const out = DX ? static_cast<S*>(span.out) + r * numbers : nullptr;
-            line.out = spare + 5 * numbers;
-            if constexpr (sizeof(S) == sizeof(T)) {
-                line.out = out;
-                const bool more = r + 1 < last && h + 1 < span.height;
-                const int64_t o = TapPlace<STRIDE>::output(h + 1, 0);
-                const bool comes = TapPlace<STRIDE>::meets(h + 1, 0) && o < span.out_height;
-                line.next_row =
-                    more && comes ? gradients.row(image * span.out_height + o) : nullptr;
-                line.next_x = more && DW ? line.x + numbers : nullptr;
-                line.next_out = more && DX && !line.streams ? out + numbers : nullptr;
-            }
+            line.x = x + r * numbers;
+            line.out = DX ? static_cast<S*>(span.out) + r * numbers : nullptr;
+            const bool more = r + 1 < last && h + 1 < span.height;
+            const int64_t o = TapPlace<STRIDE>::output(h + 1, 0);
+            const bool comes = more && TapPlace<STRIDE>::meets(h + 1, 0) && o < span.out_height;
+            line.next_row = comes ? dy + (image * span.out_height + o) * dy_numbers : nullptr;
+            line.next_x = more && DW ? line.x + numbers : nullptr;
+            line.next_out = more && DX && !line.streams ? line.out + numbers : nullptr;
             backward_line<STRIDE, DX, DW>(line);
-            if (DX) finish_row(out, line.out, numbers, -1);
         }
         if (DW) add_up(sums, few, DEPTHWISE_SUMS * C);
     }

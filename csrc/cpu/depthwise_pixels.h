@@ -26,9 +26,9 @@ struct Block {
 };
 
 // Registers to neighbouring pixels; `streams`: past the caches.
-template <int P, typename V, typename T>
-inline PYOPS_INLINE void write(T* pixels, int64_t channels, const V* values, bool streams) {
-    if constexpr (std::is_same<T, float>::value)
+template <int P, typename V, typename S>
+inline PYOPS_INLINE void write(S* pixels, int64_t channels, const V* values, bool streams) {
+    if constexpr (std::is_same<S, float>::value)
         if (streams) {
             PYOPS_UNROLL
             for (int p = 0; p < P; ++p)
@@ -40,10 +40,12 @@ inline PYOPS_INLINE void write(T* pixels, int64_t channels, const V* values, boo
 }
 
 // P outputs from column `o` on. EDGE: columns that it reads may be beyond the image.
-template <int STRIDE, int P, bool EDGE, typename V, typename T>
-inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, const T* bias,
-                                        int64_t channels, int64_t c, T* y, Block block,
-                                        bool streams) {
+template <int STRIDE, int P, bool EDGE, typename S>
+inline PYOPS_INLINE void forward_pixels(const S* const* rows, const Real<S>* taps,
+                                        const Real<S>* bias, int64_t channels, int64_t c, S* y,
+                                        Block block, bool streams) {
+    using T = Real<S>;
+    using V = Wide<T>;
     constexpr int READ = STRIDE * (P - 1) + TAPS;
     V sums[P], start(T(0));
     if (bias) load(start, bias + c);
@@ -72,9 +74,11 @@ inline PYOPS_INLINE void forward_pixels(const T* const* rows, const T* taps, con
 
 // The same of one channel, for those after the last whole register: one loop for blocks of any width,
 // with the sums in the same order.
-template <int STRIDE, typename T>
-__attribute__((noinline)) void forward_channel(const T* const* rows, const T* taps, const T* bias,
-                                               int64_t channels, T* y, Block block) {
+template <int STRIDE, typename S>
+__attribute__((noinline)) void forward_channel(const S* const* rows, const Real<S>* taps,
+                                               const Real<S>* bias, int64_t channels, S* y,
+                                               Block block) {
+    using T = Real<S>;
     const int read = STRIDE * (block.pixels - 1) + TAPS;
     for (int p = 0; p < block.pixels; ++p) {
         T sum = bias ? *bias : T(0);
@@ -82,18 +86,22 @@ __attribute__((noinline)) void forward_channel(const T* const* rows, const T* ta
             for (int tap = 0; rows[i] && tap < TAPS; ++tap) {
                 const int q = STRIDE * p + tap;
                 if (!block.reads(q, read)) continue;
-                sum = fused(taps[(TAPS * i + tap) * channels], rows[i][q * channels], sum);
+                T x;
+                load(x, rows[i] + q * channels);
+                sum = fused(taps[(TAPS * i + tap) * channels], x, sum);
             }
         }
-        y[p * channels] = sum;
+        store(y + p * channels, sum);
     }
 }
 
 // P inputs from an even column on: dx where it is wanted, and sums [10, channels] of the taps.
-template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename V, typename T>
-inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, const T* x,
-                                         int64_t channels, int64_t c, T* dx, T* sums, Block block,
-                                         bool streams) {
+template <int STRIDE, int P, bool EDGE, bool DX, bool DW, typename S>
+inline PYOPS_INLINE void backward_pixels(const S* const* rows, const Real<S>* taps, const S* x,
+                                         int64_t channels, int64_t c, S* dx, Real<S>* sums,
+                                         Block block, bool streams) {
+    using T = Real<S>;
+    using V = Wide<T>;
     using Place = TapPlace<STRIDE>;
     constexpr int READ = STRIDE == 1 ? P + 2 : P / 2 + 1;
     V in[P], out[P], of_bias;
@@ -138,29 +146,36 @@ inline PYOPS_INLINE void backward_pixels(const T* const* rows, const T* taps, co
     if (DX) write<P>(dx + c, channels, out, streams);
 }
 
-template <int STRIDE, bool DX, bool DW, typename T>
-__attribute__((noinline)) void backward_channel(const T* const* rows, const T* taps, const T* x,
-                                                int64_t channels, T* dx, T* sums, Block block) {
+template <int STRIDE, bool DX, bool DW, typename S>
+__attribute__((noinline)) void backward_channel(const S* const* rows, const Real<S>* taps,
+                                                const S* x, int64_t channels, S* dx, Real<S>* sums,
+                                                Block block) {
+    using T = Real<S>;
     using Place = TapPlace<STRIDE>;
     const int read = STRIDE == 1 ? block.pixels + 2 : block.pixels / 2 + 1;
     T out[PIXELS_OF_A_BLOCK] = {};
     for (int i = 0; i < TAPS; ++i) {
         for (int q = 0; rows[i] && q < read; ++q) {
             if (!block.reads(q, read)) continue;
-            const T dy = rows[i][q * channels];
+            T dy;
+            load(dy, rows[i] + q * channels);
             for (int p = 0; p < block.pixels; ++p) {
                 for (int tap = 0; tap < TAPS; ++tap) {
                     if (!Place::meets(p, tap) || Place::output(p, tap) != q - (STRIDE == 1))
                         continue;
                     const int64_t place = (TAPS * i + tap) * channels;
                     if (DX) out[p] = fused(taps[place], dy, out[p]);
-                    if (DW) sums[place] = fused(x[p * channels], dy, sums[place]);
+                    if (DW) {
+                        T in;
+                        load(in, x + p * channels);
+                        sums[place] = fused(in, dy, sums[place]);
+                    }
                     if (DW && i == 1 && tap == 1) sums[TAPS * TAPS * channels] += dy;
                 }
             }
         }
     }
-    for (int p = 0; DX && p < block.pixels; ++p) dx[p * channels] = out[p];
+    for (int p = 0; DX && p < block.pixels; ++p) store(dx + p * channels, out[p]);
 }
 
 }  // namespace
