@@ -35,10 +35,23 @@ def test_a_measured_machine_predicts_what_was_measured():
 
 
 def test_messages_are_computed_by_the_ranks_where_no_processor_is_spare():
-    threads = torch.get_num_threads()
-    for processors, contention in ((0, 0.5), (2 * threads + 1, 0.5), (2 * threads, 1.0)):
+    for processors, contention in ((0, 0.5), (3, 0.5), (2, 1.0)):
         found = replace(MACHINE, processors=processors).cluster()
         assert found.node.contention == contention
+
+
+def test_threads_are_those_of_the_ranks_that_measured():
+    before = torch.get_num_threads()
+    try:
+        for own in (1, 2):
+            torch.set_num_threads(own)
+            machine = replace(MACHINE, processors=4, threads=2)
+            assert machine.cluster().processors == 2
+            assert replace(machine, threads=1).cluster().processors == 4
+            assert machine.cluster().node.contention == 1.0
+            assert replace(machine, threads=1).cluster().node.contention == 0.5
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_slowest_rank_counts():

@@ -64,6 +64,8 @@ class Machine:
     """Bytes a second of a large sum."""
     processors: int = 0
     """That the ranks share; 0: nobody knows."""
+    threads: int = 1
+    """Of each rank while it measured, whatever the process has that plans with it."""
 
     @classmethod
     def here(cls, *, group: ProcessGroupLike = None) -> Machine:
@@ -90,9 +92,17 @@ class Machine:
             moved = 2 * (MESSAGES[1] - MESSAGES[0]) * (number - 1) / number
             bandwidth = moved / max(1e-9, large - small)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        name = f"{platform.machine()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
         found = cls(
-            name, products, copy, pages / GIB / number, number, latency, bandwidth, processors()
+            name=f"{platform.machine()}, {threads} threads",
+            products=products,
+            copy=copy,
+            memory_gib=pages / GIB / number,
+            num_ranks=number,
+            latency=latency,
+            bandwidth=bandwidth,
+            processors=processors(),
+            threads=threads,
         )
         return found if number == 1 else _slowest(gather(found, group=group))
 
@@ -108,7 +118,7 @@ class Machine:
         half = max(0.0, (high - low) / (low / WIDTHS[0] - high / WIDTHS[1]))
         whole = 1.0 + half / WIDTHS[1]
         # Messages are copied and added by processors: by those of the ranks where none are spare.
-        busy = number * torch.get_num_threads()
+        busy = number * self.threads
         spare = not self.processors or self.processors > busy
         link = Link(self.bandwidth, 1.0, self.latency, 0.5 if spare else 1.0)
         source = f"measured by Machine.here on {self.name}"
@@ -127,7 +137,7 @@ class Machine:
             network=link,
             num_devices=number,
             device_hours=50000.0,
-            processors=self.processors // torch.get_num_threads(),
+            processors=self.processors // self.threads,
             sources={
                 "device": source,
                 "node": source if self.num_ranks > 1 else "estimate: one process measured",
