@@ -32,7 +32,7 @@ from pyops.sandblaster import (
     Worker,
 )
 
-__all__ = ["Downpour", "Found", "Sandblaster"]
+__all__ = ["IMAGES", "Downpour", "Found", "Sandblaster", "digits", "digits_network"]
 
 IMAGES, PUSHES, EVERY = 16, 1800, 100  # of a push; of a run; from look to look at the accuracy
 SPREAD = 0.5  # a step takes 1 s, and up to this part of it more or less
@@ -66,7 +66,7 @@ class Found:
 
 
 @cache
-def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pixels from 0 to 1 [n, 64] and labels to train on, and those held out, a fifth."""
     train, held_out = load_digits(held_out=0.2)
     found = []
@@ -75,7 +75,7 @@ def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return found[0], found[1], found[2], found[3]
 
 
-def _network(seed: int) -> nn.Module:
+def digits_network(seed: int) -> nn.Module:
     """He et al.'s normal numbers for ReLU, and biases of 0."""
     key = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
@@ -90,7 +90,7 @@ def _network(seed: int) -> nn.Module:
 
 @torch.no_grad()
 def _accuracy(network: nn.Module, buffer: FlatBuffer, values: Tensor) -> float:
-    _, _, images, labels = _images()
+    _, _, images, labels = digits()
     buffer.data.copy_(values)
     return float((network(images).argmax(1) == labels).double().mean())
 
@@ -118,7 +118,7 @@ class Downpour:
     def run(self) -> Found:
         """Train until the shard has applied all pushes."""
         virtual = self._virtual()
-        shard, network = virtual.shards[0], _network(self.seed)
+        shard, network = virtual.shards[0], digits_network(self.seed)
         buffer = FlatBuffer(network.named_parameters())
         curve, applied, looked = [], 0, 0
         while applied < self.pushes:
@@ -137,7 +137,7 @@ class Downpour:
         )
 
     def _virtual(self) -> VirtualTime:
-        images, labels, *_ = _images()
+        images, labels, *_ = digits()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.seed))
         parts = order.tensor_split(self.replicas)
 
@@ -149,7 +149,7 @@ class Downpour:
 
         rule = RULES[self.rule]
         return VirtualTime(
-            lambda: _network(self.seed),
+            lambda: digits_network(self.seed),
             gradient,
             lambda flat: rule([flat], lr=self.rate),
             [VirtualWorker(_seconds(self.seed, worker)) for worker in range(self.replicas)],
@@ -184,7 +184,7 @@ class Sandblaster:
 
     def run(self) -> Found:
         """Take the iterations."""
-        images, labels, *_ = _images()
+        images, labels, *_ = digits()
         config = SandblasterConfig(portions=len(labels) // IMAGES)
         rows = torch.arange(len(labels)).tensor_split(config.portions)
 
@@ -193,7 +193,7 @@ class Sandblaster:
             total = functional.cross_entropy(network(images[here]), labels[here], reduction="sum")
             return total / len(labels)
 
-        network = _network(self.seed)
+        network = digits_network(self.seed)
         worker = Worker(network, loss)
         shards = LocalShards(
             [

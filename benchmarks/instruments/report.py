@@ -183,6 +183,16 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         if "reached_s" in row
         else ""
     ),
+    "part of all steps": lambda row: of_aim(row, "part_of_all_steps"),
+    "held-out loss": lambda row: (
+        f"{row['loss']:.3f}" if "part_of_all_steps" in row and "loss" in row else ""
+    ),
+    "virtual seconds to a loss of 0.15": lambda row: (
+        ("never" if row["loss_reached_s"] is None else f"{row['loss_reached_s']:.2f}")
+        if "loss_reached_s" in row
+        else ""
+    ),
+    "held up, s": lambda row: of_aim(row, "held_up_s"),
     "points": lambda row: f"{row['points']:+.2f}" if row.get("speedup") and "points" in row else "",
     "seeds": lambda row: str(row["rounds"]) if row.get("bench") == "elastic" else "",
     "longest transition; largest part of an epoch": lambda row: (

@@ -28,9 +28,8 @@ from pyops.parameter_server.messages import (
     Reply,
     Request,
     Verdict,
-    message,
 )
-from pyops.parameter_server.vectors import Part, check_model, named_parameters
+from pyops.parameter_server.vectors import Part, all_finite, check_model, named_parameters
 
 __all__ = ["Client"]
 
@@ -79,8 +78,11 @@ class Client:
         dtype = data.dtype
         self.pushes = [Part(n, dtype=dtype, codec=codecs[0], feedback=True) for n in sizes]
         self._fetches = [Part(n, dtype=dtype, codec=codecs[1]) for n in sizes]
-        self._known = data.clone()
-        self._accrued = torch.zeros_like(data)
+        # What shards have sent: the model itself, where nothing but a fetch changes it.
+        apart = codecs[1] is not None or self.config.local_lr > 0
+        self._known = data.clone() if apart else data
+        self._accrued = torch.empty_like(data)  # of _count gradients, where that is above 0
+        self._first: Tensor | None = None
         self._count = self.step_number = 0
         self._sequences = [0] * len(sizes)
         self._num_fetches = 0
@@ -104,14 +106,16 @@ class Client:
         its own way."""
         gradient = self._gradient()
         if gradient is not None:
-            self._accrued += gradient
-            self._count += 1
+            self._accrue(gradient)
             if self.config.local_lr:
                 self.buffer.data.add_(gradient, alpha=-self.config.local_lr)
-        self.buffer.zero_grad()
         if self.step_number % self.config.push_every == 0:
             yield from self._pushed()
             self._begin_push()
+        elif self._first is not None:
+            self._accrued.copy_(self._first)
+            self._first = None
+        self.buffer.zero_grad()
         self.step_number += 1
         if self._due == self.step_number:
             yield from self._arrive()
@@ -174,10 +178,18 @@ class Client:
         """The flat gradient; None, counted, where it is not finite."""
         for index in range(len(self.buffer)):
             self.buffer.restore_gradient(index)
-        if bool(self.buffer.grad.isfinite().all()):
+        if all_finite(self.buffer.grad):
             return self.buffer.grad
         self.skipped += 1
         return None
+
+    def _accrue(self, gradient: Tensor) -> None:
+        """Add a gradient. The first of a push stays where it is: it may be the only one."""
+        if self._count == 0:
+            self._first = gradient
+        else:
+            self._accrued += gradient
+        self._count += 1
 
     def _request(self, kind: Kind, shard: int, sequence: int, *, whole: bool = False) -> Request:
         return Request(
@@ -193,17 +205,18 @@ class Client:
     def _begin_push(self) -> None:
         if not self._count:
             return
+        accrued = self._accrued if self._first is None else self._first
+        self._first = None
         if self.config.mean:
-            self._accrued /= self._count
+            accrued /= self._count
         for shard, where in enumerate(self._parts):
             part = self.pushes[shard]
-            whole = message(part.payload_bytes)
-            part.write(self._accrued[where], whole[HEADER_BYTES:])
+            whole = self.links.message(shard, part.payload_bytes)
+            part.write(accrued[where], whole[HEADER_BYTES:])
             self._sequences[shard] += 1
             request = self._request(Kind.PUSH, shard, self._sequences[shard])
             self._pushing.append(self.links.push(shard, request, whole))
         self.pushed_gradients += self._count
-        self._accrued.zero_()
         self._count = 0
 
     def _pushed(self) -> Iterator[Pending]:
@@ -253,5 +266,6 @@ class Client:
                 self._fetches[shard].read(payload, difference)
                 known += difference
             self.versions[shard] = reply.version
-        self.buffer.data.copy_(self._known)
+        if self._known is not self.buffer.data:
+            self.buffer.data.copy_(self._known)
         self._due = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.comm.collectives.shared_memory import host
 from pyops.failure import CommunicationError
 from pyops.parameter_server.client import Client
 from pyops.parameter_server.config import DownpourConfig, check_number
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import Session, Tag, rendezvous
+from pyops.parameter_server.session import Room, Session, Tag, rendezvous
 from pyops.parameter_server.vectors import (
     check_model,
     cut,
@@ -46,6 +48,8 @@ class ConnectConfig:
     """Seconds that it waits for a shard to be there, or to be started again."""
     beat_every: float = 2.0
     """Seconds from one sign of life to the next; a fraction of the shards' lease."""
+    shared_memory: bool = True
+    """Whether messages to a shard on the same host lie in memory of both, instead of travelling."""
 
     def __post_init__(self) -> None:
         for name in ("patience", "beat_every"):
@@ -58,9 +62,10 @@ class _Line:
     """The sessions with one shard, one after the other."""
 
     def __init__(
-        self, store: dist.Store, shard: int, hello: dict[str, Any], patience: float
+        self, store: dist.Store, shard: int, hello: dict[str, Any], config: ConnectConfig
     ) -> None:
-        self._store, self._shard, self._hello, self._patience = store, shard, hello, patience
+        self._store, self._shard, self._hello = store, shard, hello
+        self._patience, self._shares = config.patience, config.shared_memory
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._fresh = True
@@ -111,17 +116,23 @@ class _Line:
             raise _AnotherTime
         place = f"{self._shard}/{epoch}"
         name = f"{place}/join/{int(self._store.add(f'{place}/joins', 1))}"
+        room = self._room()
         hello = self._hello | {"acknowledged": self.acknowledged, "seen": self.seen}
-        self._store.set(name, json.dumps(hello))
-        while not self._store.check([f"{name}/answer"]):
-            if time.monotonic() > end or self._epoch_now() != epoch or self.closing:
-                raise _AnotherTime
-            time.sleep(POLL)
-        answer = json.loads(self._store.get(f"{name}/answer"))
+        hello |= {"host": host(), "room": None if room is None else room.address}
+        try:
+            self._store.set(name, json.dumps(hello))
+            while not self._store.check([f"{name}/answer"]):
+                if time.monotonic() > end or self._epoch_now() != epoch or self.closing:
+                    raise _AnotherTime
+                time.sleep(POLL)
+            answer = json.loads(self._store.get(f"{name}/answer"))
+        finally:
+            if room is not None:
+                room.close()
         if "error" in answer:
             raise ValueError(answer["error"])
         try:
-            session = Session(self._store, name=name, end=1)
+            session = Session(self._store, name=name, end=1, room=room if answer["room"] else None)
             if answer["values"]:
                 assert self.values is not None
                 values = self.values().view(-1)
@@ -134,12 +145,28 @@ class _Line:
         self.epoch = epoch
         return session
 
+    def _room(self) -> Room | None:
+        """One to offer, where there is memory for it."""
+        if not self._shares or not hasattr(os, "memfd_create"):
+            return None
+        try:
+            return Room.make(self._hello["push_bytes"], self._hello["fetch_bytes"])
+        except OSError:
+            return None
+
     def drop(self, session: Session) -> None:
         """The session has failed."""
         with self._lock:
             if self._session is session:
                 self._session = None
                 session.close()
+
+    def message(self, payload_bytes: int) -> Tensor:
+        """Where a push is best written; a later session copies it into its own room."""
+        session = self._session
+        return (
+            message(payload_bytes) if session is None else session.buffer(Tag.PUSH, payload_bytes)
+        )
 
     def push(self, request: Request, whole: Tensor) -> Tensor:
         """Send a push until it is answered; the reply."""
@@ -165,7 +192,7 @@ class _Line:
         while True:
             session = self.open()
             whole = bool(request.whole) or self._fresh
-            answer = message(sizes(whole))
+            answer = session.buffer(Tag.FETCH_REPLY, sizes(whole))
             asked = replace(request, epoch=self.epoch, whole=int(whole))
             try:
                 session.send(asked.write(message()), Tag.FETCH)
@@ -219,8 +246,7 @@ class SessionLinks:
         self.starts, self._push_bytes = starts, push_bytes
         self._store, self._config = store, config
         self.lines = [
-            _Line(rendezvous(store), shard, hello, config.patience)
-            for shard, hello in enumerate(hellos)
+            _Line(rendezvous(store), shard, hello, config) for shard, hello in enumerate(hellos)
         ]
         self._over = threading.Event()
         self._name = f"beat/{hellos[0]['worker']}/{hellos[0]['incarnation']}"
@@ -234,6 +260,10 @@ class SessionLinks:
                 number += 1
                 store.set(self._name, str(number))
                 self._over.wait(self._config.beat_every)
+
+    def message(self, shard: int, payload_bytes: int) -> Tensor:
+        """As of Links."""
+        return self.lines[shard].message(payload_bytes)
 
     def push(self, shard: int, request: Request, whole: Tensor) -> Future[Tensor]:
         """As of Links."""
@@ -297,6 +327,8 @@ def connect(
     place = rendezvous(store)
     incarnation = int(place.add(f"incarnation/{worker}", 1))
     sizes = [b - a for a, b in pairwise(starts)]
+    codec = config.push_codec
+    push_bytes = [codec.payload_bytes(n) if codec else n * dtype.itemsize for n in sizes]
     hellos = [
         {
             "worker": worker,
@@ -307,11 +339,11 @@ def connect(
             "dtype": str(dtype).removeprefix("torch."),
             "push_codec": names[0],
             "fetch_codec": names[1],
+            "push_bytes": pushed,
+            "fetch_bytes": size * dtype.itemsize,
         }
-        for size in sizes
+        for size, pushed in zip(sizes, push_bytes, strict=True)
     ]
-    codec = config.push_codec
-    push_bytes = [codec.payload_bytes(n) if codec else n * dtype.itemsize for n in sizes]
     links = SessionLinks(store, starts, hellos, push_bytes, patience or ConnectConfig())
     try:
         values = flat_values(model)

@@ -6,6 +6,8 @@ fetch message -> ParameterShard.fetch -> Part.write -> reply with parameters
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,23 +36,33 @@ class Endpoint:
         self.shard = shard
         self.pushes = Part(numel, dtype=dtype, codec=push_codec)
         self.fetches = Part(numel, dtype=dtype, codec=fetch_codec)
-        self._gradient = torch.zeros(numel, dtype=dtype, device="cpu")
+        kept = numel if push_codec else 0
+        self._gradient = torch.zeros(kept, dtype=dtype, device="cpu")
         self._sent = torch.zeros(numel, dtype=dtype, device="cpu") if fetch_codec else None
 
     def read_push(self, whole: Tensor) -> None:
-        """Decode a push; the shard is not touched, so other sessions may use it meanwhile."""
-        self.pushes.read(whole[HEADER_BYTES:], self._gradient)
+        """Decode a push; the shard is not touched, so other sessions may use it meanwhile. A push
+        without a codec is used where it lies, until the next."""
+        payload = whole[HEADER_BYTES:]
+        if self.pushes.codec is None:
+            self._gradient = payload.view(self._gradient.dtype)
+        else:
+            self.pushes.read(payload, self._gradient)
 
     def push(self, request: Request) -> Tensor:
         """Apply the push that was read; the reply's message."""
         return self.shard.push(request, self._gradient).write(message())
 
-    def fetch(self, request: Request) -> Tensor:
-        """The reply's message, with parameters as the request asks for them."""
+    def fetch(self, request: Request, room: Callable[[int], Tensor] = message) -> Tensor:
+        """The reply's message, with parameters as the request asks for them.
+
+        Args:
+            request: What is asked for.
+            room: Where the message is written: of the bytes of its payload.
+        """
         reply, values = self.shard.fetch(request)
         entire = bool(request.whole)
-        size = self.fetches.whole_bytes if entire else self.fetches.payload_bytes
-        answer = message(size)
+        answer = room(self.fetches.whole_bytes if entire else self.fetches.payload_bytes)
         payload = answer[HEADER_BYTES:]
         if reply.verdict != Verdict.FETCHED:
             payload.zero_()

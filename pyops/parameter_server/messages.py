@@ -147,6 +147,10 @@ class Links(Protocol):
         """Where each shard's part of the vector begins, and the end."""
         ...
 
+    def message(self, shard: int, payload_bytes: int) -> Tensor:
+        """Where the message of a push is best written; the push before has been answered."""
+        ...
+
     def push(self, shard: int, request: Request, whole: Tensor) -> Pending:
         """Begin a push. The result is the reply's message.
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pyops.comm.collectives.shared_memory import host
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.eight_bit import FP8, Int8
 from pyops.comm.compression.floats import BF16, Identity
@@ -27,7 +29,7 @@ from pyops.failure import CommunicationError
 from pyops.parameter_server.config import ShardConfig, check_number
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import Session, Tag, rendezvous
+from pyops.parameter_server.session import Room, Session, Tag, rendezvous
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
 
@@ -334,15 +336,19 @@ class _Serving:
             self._replicas.append(replica)
             self._changed.notify_all()
         end = Endpoint(held, push_codec=codecs[0], fetch_codec=codecs[1])
-        threading.Thread(target=self._talk, args=(replica, end, name, wants), daemon=True).start()
-        return {"values": wants}
+        room = _room_of(hello, end)
+        talk = (replica, end, name, wants, room)
+        threading.Thread(target=self._talk, args=talk, daemon=True).start()
+        return {"values": wants, "room": room is not None}
 
     # sessions
 
-    def _talk(self, replica: _Replica, end: Endpoint, name: str, wants: bool) -> None:
+    def _talk(
+        self, replica: _Replica, end: Endpoint, name: str, wants: bool, room: Room | None
+    ) -> None:
         """A session's life: values where they are wanted, then fetches here and pushes beside."""
         try:
-            replica.session = Session(self._store, name=name, end=0)
+            replica.session = Session(self._store, name=name, end=0, room=room)
             if wants:
                 whole = message(end.pushes.whole_bytes)
                 replica.session.receive(whole, Tag.VALUES)
@@ -388,7 +394,7 @@ class _Serving:
             self._changed.wait(0.5)
 
     def _pushes(self, replica: _Replica, session: Session, end: Endpoint) -> None:
-        whole = message(end.pushes.payload_bytes)
+        whole = session.buffer(Tag.PUSH, end.pushes.payload_bytes)
         while True:
             request = Request.of(session.receive(whole, Tag.PUSH))
             if request.kind == Kind.LEAVE:
@@ -411,12 +417,12 @@ class _Serving:
             session.send(answer, Tag.PUSH_REPLY)
 
     def _fetches(self, replica: _Replica, session: Session, end: Endpoint) -> None:
-        asked = message()
+        asked, room = message(), partial(session.buffer, Tag.FETCH_REPLY)
         while True:
             request = Request.of(session.receive(asked, Tag.FETCH))
             with self._changed:
                 self._await_turn(replica, request, end.shard)
-                answer = end.fetch(request)
+                answer = end.fetch(request, room)
                 self._changed.notify_all()
             session.send(answer, Tag.FETCH_REPLY)
 
@@ -432,3 +438,13 @@ class _Serving:
             elif now - replica.since > self._server.lease and replica.session is not None:
                 self._lost(replica)
                 replica.session.close()
+
+
+def _room_of(hello: dict[str, Any], end: Endpoint) -> Room | None:
+    """The room that a replica offers, where it is on this host."""
+    if hello["host"] != host() or hello["room"] is None:
+        return None
+    try:
+        return Room.open(hello["room"], end.pushes.payload_bytes, end.fetches.whole_bytes)
+    except OSError:  # a sandbox that hides processes from each other, say
+        return None

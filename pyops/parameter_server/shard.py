@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from pyops.optim import LAMB, LARS, Adafactor
 from pyops.parameter_server.config import ShardConfig
 from pyops.parameter_server.messages import Kind, Reply, Request, Verdict
+from pyops.parameter_server.vectors import all_finite
 
 __all__ = ["Counts", "MakeOptimizer", "Member", "ParameterShard", "check_optimizer"]
 
@@ -105,7 +106,6 @@ class ParameterShard:
         self.config = config or ShardConfig()
         flat = torch.zeros(numel, dtype=dtype, device="cpu")
         self.parameter = nn.Parameter(flat)
-        self.parameter.grad = torch.zeros_like(flat)
         self.optimizer = optimizer(self.parameter)
         check_optimizer(self.optimizer)
         self.initialized = False
@@ -248,7 +248,7 @@ class ParameterShard:
         member.known = request.sequence
         member.clock = None if member.clock is None else member.clock + 1
         staleness = self.version - request.seen
-        if not bool(gradient.isfinite().all()):
+        if not all_finite(gradient):
             self.counts.refused[Verdict.NOT_FINITE.name] += 1
             return self._reply(Verdict.NOT_FINITE, request, staleness)
         if self.config.drop_after is not None and staleness > self.config.drop_after:
@@ -258,13 +258,13 @@ class ParameterShard:
         return self._reply(Verdict.APPLIED, request, staleness)
 
     def _apply(self, gradient: Tensor, staleness: int) -> None:
-        assert self.parameter.grad is not None
-        self.parameter.grad.copy_(gradient)
+        self.parameter.grad = gradient
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if self.config.rate_by_staleness:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate / (1 + staleness)
         self.optimizer.step()
+        self.parameter.grad = None  # it lies where the next push is received
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.version += 1

@@ -18,7 +18,15 @@ from pyops.comm.compression.codec import LINE, Codec
 from pyops.comm.compression.error_feedback import chunk_starts
 from pyops.flat import FlatBuffer
 
-__all__ = ["Part", "check_model", "cut", "flat_values", "layout_digest", "named_parameters"]
+__all__ = [
+    "Part",
+    "all_finite",
+    "check_model",
+    "cut",
+    "flat_values",
+    "layout_digest",
+    "named_parameters",
+]
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -81,6 +89,16 @@ def cut(model: nn.Module, *, shards: int) -> list[int]:
     return starts
 
 
+def all_finite(numbers: Tensor) -> bool:
+    """Whether no number is nan or infinite, by one pass over them.
+
+    Args:
+        numbers: One or more.
+    """
+    low, high = numbers.aminmax()  # nan where there is one
+    return bool(low.isfinite() & high.isfinite())
+
+
 def flat_values(model: nn.Module) -> Tensor:
     """A copy of the parameters, as a FlatBuffer of them has them; the model stays as it is."""
     named = named_parameters(model)
@@ -114,7 +132,7 @@ class Part:
     def write(self, vector: Tensor, payload: Tensor, *, whole: bool = False) -> None:
         """payload <- vector, by the codec, or as it is."""
         if whole or self.codec is None:
-            payload.copy_(vector.view(torch.uint8))
+            payload.view(vector.dtype).copy_(vector)
             return
         self._rounds += 1
         scale = self.codec.scale_of(vector, self.error)
@@ -123,6 +141,6 @@ class Part:
     def read(self, payload: Tensor, out: Tensor, *, whole: bool = False) -> None:
         """out <- the numbers of the payload."""
         if whole or self.codec is None:
-            out.view(torch.uint8).copy_(payload)
+            out.copy_(payload.view(out.dtype))
         else:
             self.codec.decode(payload, out)

@@ -25,7 +25,7 @@ from pyops.flat import FlatBuffer
 from pyops.parameter_server.client import Client
 from pyops.parameter_server.config import DownpourConfig, ShardConfig
 from pyops.parameter_server.endpoint import Endpoint
-from pyops.parameter_server.messages import HEADER_BYTES, Kind, Request
+from pyops.parameter_server.messages import HEADER_BYTES, Kind, Request, message
 from pyops.parameter_server.shard import MakeOptimizer, ParameterShard
 from pyops.parameter_server.vectors import check_model, cut, named_parameters
 
@@ -146,6 +146,9 @@ class _VirtualLinks:
             self._travel(size), lambda: self._run._deliver(shard, request, answer, self)
         )
         return pending
+
+    def message(self, shard: int, payload_bytes: int) -> Tensor:
+        return message(payload_bytes)
 
     def push(self, shard: int, request: Request, whole: Tensor) -> _Pending:
         def serve(request: Request) -> tuple[Tensor, int]:

@@ -66,11 +66,12 @@ def run(
     **options: Any,
 ) -> VirtualTime:
     """A run of `model` to its end."""
+    given = ("push_codec", "fetch_codec", "mean", "local_lr")
     config = DownpourConfig(
         fetch_every=fetch_every,
         push_every=push_every,
         fetch_delay=fetch_delay,
-        **{n: options.pop(n) for n in ("push_codec", "fetch_codec", "mean") if n in options},
+        **{n: options.pop(n) for n in given if n in options},
     )
     return VirtualTime(model, gradient, optimizer, workers, config=config, **options).run()
 

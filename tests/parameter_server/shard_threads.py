@@ -87,10 +87,11 @@ def replica(
     seconds: float = 0.0,
     config: DownpourConfig | None = None,
     patience: float = 20.0,
+    shared_memory: bool = True,
 ) -> Any:
     """A replica's life: so many steps of `gradient`; the client, closed."""
     module = model()
-    waits = ConnectConfig(patience=patience, beat_every=0.2)
+    waits = ConnectConfig(patience=patience, beat_every=0.2, shared_memory=shared_memory)
     client = connect(module, store, worker=worker, shards=shards, config=config, patience=waits)
     store.set(f"connected/{worker}", "yes")
     for step in range(steps):
