@@ -43,7 +43,7 @@ test-full: $(VENV)/.built
 	$(BIN)/python -m pytest tests -m full $(PARALLEL)
 
 cluster: $(VENV)/.cluster
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m cluster
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m "cluster and not full"
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pyops bench

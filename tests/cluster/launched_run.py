@@ -1,5 +1,5 @@
 """A rank of a tiny run, whichever launcher started it: `python -m tests.cluster.launched_run CONFIG
-[MILLISECONDS]`, with so long a pause after each step."""
+[MILLISECONDS [--resume]]`, with so long a pause before each step."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ if __name__ == "__main__":
         return inner(self, **given)
 
     TextTraining.train_step = pausing
-    sys.exit(main(["train", sys.argv[1]]))
+    sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))

@@ -113,16 +113,32 @@ def test_a_batch_script_without_srun_is_refused(tmp_path, slurm):
     assert "write srun in front" in (tmp_path / "out").read_text()
 
 
-def interrupted(folder: Path, slurm: Slurm, straight: list[float]) -> tuple[str, Path, Config]:
-    """A job of 20 steps of half a second that `pyops launch --slurm` would write, once it runs."""
+def interrupted(
+    folder: Path,
+    slurm: Slurm,
+    straight: list[float],
+    *,
+    limit: str = "10",
+    signal: str = "",
+    pause: int = 500,
+) -> tuple[str, Path, Config]:
+    """A job of 20 steps, half a second each, that `pyops launch --slurm` would write, once it runs.
+
+    Args:
+        folder: Of its files.
+        slurm: Where it runs.
+        straight: The losses of one process.
+        limit: Its time limit, in minutes.
+        signal: Another moment for the signal than five minutes before that.
+        pause: Milliseconds of a step.
+    """
     config, file = written(folder)
-    job = Job(
-        "run", ("train", file), nodes=2, log=str(folder / "out"), time="10", options=("--mem=0",)
-    )
+    options = ("--mem=0", f"--signal={signal}") if signal else ("--mem=0",)
+    job = Job("run", ("train", file), nodes=2, log=str(folder / "out"), time=limit, options=options)
     text = slurm_script(job, python=sys.executable)
     text = text.replace("-m pyops train", "-m tests.cluster.launched_run")
     script = folder / "job.sh"
-    script.write_text(text.replace(file, f"{file} 500"))
+    script.write_text(text.replace(file, f"{file} {pause}"))
     number = slurm.submit(str(script))
     slurm.wait(number, "RUNNING")
     until = time.monotonic() + 60
@@ -132,11 +148,9 @@ def interrupted(folder: Path, slurm: Slurm, straight: list[float]) -> tuple[str,
     return number, folder / "out", config
 
 
-def test_a_time_limit_is_survived(tmp_path, slurm, straight):
-    """Slurm's signal to the tasks, of which each time limit begins with one."""
-    number, out, config = interrupted(tmp_path, slurm, straight)
-    slurm("scancel", "--signal=USR1", number)
-    until = time.monotonic() + 60
+def goes_on(number: str, out: Path, config: Config, slurm: Slurm, straight: list[float]) -> None:
+    """Wait until the job is requeued; it ends as if nothing had been."""
+    until = time.monotonic() + 90
     while "is requeued" not in out.read_text():
         assert time.monotonic() < until, out.read_text() + slurm.logs()
         time.sleep(0.2)
@@ -144,12 +158,29 @@ def test_a_time_limit_is_survived(tmp_path, slurm, straight):
     # the second in which it was ended it says that it is killed already.
     slurm.wait(number, "PENDING")
     time.sleep(3)
-    slurm("scontrol", "update", f"jobid={number}", "StartTime=now")
+    slurm("scontrol", "update", f"jobid={number}", "StartTime=now", "TimeLimit=10")
     slurm.wait(number, "COMPLETED", timeout=120)
     told = out.read_text()
     assert re.findall(r"resumed from \S*step-(\d+)", told) != [], told
     assert told.count("is requeued") == 1, told
     assert same(losses(config), straight)
+
+
+@pytest.mark.full  # its cut is the next: a signal that Slurm sends, and a requeue
+def test_a_time_limit_is_survived(tmp_path, slurm, straight):
+    """That of Slurm itself, which looks for jobs with so little time left every half minute."""
+    given = interrupted(tmp_path, slurm, straight, limit="1", signal="USR1@50", pause=2000)
+    goes_on(*given, slurm, straight)
+
+
+def test_a_preemption_is_survived(tmp_path, slurm, straight):
+    """A job of a partition that goes before takes both nodes."""
+    number, out, config = interrupted(tmp_path, slurm, straight)
+    urgent = slurm.submit(
+        "-p", "urgent", "-N2", "--exclusive", "--mem=0", "-o", "/dev/null", "--wrap", "sleep 3"
+    )
+    slurm.wait(urgent, "COMPLETED")
+    goes_on(number, out, config, slurm, straight)
 
 
 def test_a_cancelled_job_stays_so(tmp_path, slurm, straight):

@@ -1,0 +1,180 @@
+"""Runs whose ranks are killed at random moments, under each launcher: started again, they have the
+losses of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pyops.config import Config, ObserveConfig
+from pyops.train import train
+from tests.cluster.slurm import running, unpacked
+from tests.cluster.test_launchers import HERE, RUN, needs_mpi
+from tests.train.faults.test_faults import as_toml
+from tests.train.tiny_run import config_of, losses, same
+from tests.workers import ROOT, mpirun
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.cluster]
+
+STEPS, PAUSE = (
+    150,
+    100,
+)  # of a run; milliseconds before each step, so that there is time to be killed
+LONGEST = 8.0  # seconds of an attempt after which a rank may be killed: its start takes about five
+MANY = pytest.param(20, 150, marks=pytest.mark.full)  # kills, steps
+FEW = pytest.param(2, 40)
+
+
+def straight(folder: Path, steps: int) -> list[float]:
+    """The losses of one process."""
+    config = config_of(folder, "cpu", name="straight", stage=1, num_steps=steps)
+    train(config)
+    return losses(config)
+
+
+def written(folder: Path, steps: int) -> tuple[Config, str]:
+    """The configuration, with a checkpoint every other step, and its file."""
+    config = config_of(folder, "cpu", stage=1, num_steps=steps, checkpoint_every=2)
+    config = dataclasses.replace(config, observe=ObserveConfig(max_idle_restarts=0))
+    (folder / "run.toml").write_text(as_toml(config))
+    return config, str(folder / "run.toml")
+
+
+def ranks_of(file: str) -> list[int]:
+    """The processes of a run's ranks, whoever started them."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        at = (
+            words.index("tests.cluster.launched_run")
+            if "tests.cluster.launched_run" in words
+            else 0
+        )
+        if at and file in words and words[at - 1] == "-m" and "python" in words[0]:
+            found.append(int(process.name))
+    return [each for each in found if "torch.distributed.run" not in _words(each)]
+
+
+def _words(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode()
+    except OSError:
+        return ""
+
+
+def kill_one(file: str, drawn: random.Random) -> bool:
+    """SIGKILL to one of the ranks; whether there was one."""
+    ranks = ranks_of(file)
+    if not ranks:
+        return False
+    try:
+        os.kill(drawn.choice(ranks), signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone(file: str) -> None:
+    """Wait until no rank is left."""
+    until = time.monotonic() + 60
+    while ranks_of(file):
+        assert time.monotonic() < until, "ranks outlive the launcher that lost one"
+        time.sleep(0.1)
+
+
+def begun(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("ab") as output:
+        return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+
+def again_and_again(
+    attempt: Callable[[list[str]], bool], file: str, config: Config, *, kills: int
+) -> None:
+    """Attempts that are killed, by a launcher that does not start a run again by itself, and a last
+    one that is not.
+
+    Args:
+        attempt: Start with these options; kill, where it is told to; whether the run ended well.
+    """
+    for _ in range(kills):
+        assert not attempt(_options(config)), "the run ended before it was killed often enough"
+        gone(file)
+    assert attempt(_options(config))
+
+
+def _options(config: Config) -> list[str]:
+    has = any(config.folder.glob("step-*/*.json")) or any(config.folder.glob("step-*"))
+    return ["--resume"] if has else []
+
+
+@pytest.mark.parametrize(("kills", "steps"), [FEW, MANY])
+def test_torchrun_starts_a_killed_run_again(tmp_path, kills, steps):
+    config, file = written(tmp_path, steps)
+    drawn, log = random.Random(kills), tmp_path / "log"
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *agent, "--max-restarts", str(kills), *RUN[1:], file, str(PAUSE)]
+    running_agent = begun(words, log)
+    done = 0
+    while done < kills:
+        time.sleep(drawn.uniform(0.5, LONGEST))
+        assert running_agent.poll() is None, log.read_text()[-3000:]
+        done += kill_one(file, drawn)
+    assert running_agent.wait(180) == 0, log.read_text()[-3000:]
+    assert same(losses(config), straight(tmp_path, steps))
+
+
+@pytest.mark.parametrize(("kills", "steps"), [MANY])
+def test_mpirun_started_again_goes_on(tmp_path, kills, steps):
+    needs_mpi()
+    config, file = written(tmp_path, steps)
+    drawn, log, left = random.Random(kills), tmp_path / "log", [kills]
+
+    def attempt(options: list[str]) -> bool:
+        launched = begun([*mpirun(2), *RUN, file, str(PAUSE), *options], log)
+        while left[0]:
+            time.sleep(drawn.uniform(0.5, LONGEST))
+            if kill_one(file, drawn):
+                left[0] -= 1
+                break
+        return launched.wait(180) == 0
+
+    again_and_again(attempt, file, config, kills=kills)
+    assert same(losses(config), straight(tmp_path, steps))
+
+
+@pytest.mark.parametrize(("kills", "steps"), [MANY])
+def test_srun_started_again_goes_on(tmp_path, kills, steps, tmp_path_factory):
+    config, file = written(tmp_path, steps)
+    drawn, log, left = random.Random(kills), tmp_path / "log", [kills]
+    cache = Path(os.environ.get("PYOPS_SLURM", ROOT / "build" / "slurm"))
+    with running(tmp_path_factory.mktemp("slurm") / "files", unpacked(cache)) as slurm:
+        slurm.environment.update(HERE)
+
+        def attempt(options: list[str]) -> bool:
+            words = ["srun", "-N2", "-n2", "--kill-on-bad-exit=1", *RUN, file, str(PAUSE), *options]
+            with log.open("ab") as output:
+                launched = subprocess.Popen(
+                    words, cwd=ROOT, env=slurm.environment, stdout=output, stderr=output
+                )
+            while left[0]:
+                time.sleep(drawn.uniform(0.5, LONGEST))
+                if kill_one(file, drawn):
+                    left[0] -= 1
+                    break
+            return launched.wait(180) == 0
+
+        again_and_again(attempt, file, config, kills=kills)
+    assert same(losses(config), straight(tmp_path, steps))
