@@ -12,6 +12,7 @@ from pyops.comm import BF16, Int8, OneBit
 from pyops.flat import FlatBuffer
 from pyops.optim import SGD, Adagrad, AdamW
 from pyops.parameter_server import DownpourConfig, ShardConfig, VirtualTime, VirtualWorker
+from tests.grids import full
 from tests.parameter_server.replicas import (
     adagrad,
     gradient,
@@ -139,10 +140,14 @@ def test_a_replica_may_leave_a_replay_before_its_last_fetch_is_asked_for():
     assert torch.equal(again.parameters(), first.parameters())
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
-def test_no_fetch_is_answered_beyond_the_bound(bound: int):
-    workers = uneven(5, steps=40)
-    workers[2] = VirtualWorker(4.0, steps=12)
+@pytest.mark.parametrize(
+    ("bound", "steps"), [(0, 40), (1, 40), (3, 40), *(full(bound, 250) for bound in range(5))]
+)
+def test_no_fetch_is_answered_beyond_the_bound(bound: int, steps: int):
+    """Under as many random delays as there are steps of four replicas: 160, or 1,000."""
+    workers = uneven(5, steps=steps, seed=bound)
+    slow = 3 * steps // 10
+    workers[2] = VirtualWorker(4.0, steps=slow)
     virtual = VirtualTime(
         model,
         gradient,
@@ -164,7 +169,7 @@ def test_no_fetch_is_answered_beyond_the_bound(bound: int):
     shard.fetch = fetch
     virtual.run()
     assert max(ahead) == bound
-    assert shard.version == 4 * 40 + 12  # nobody waited for ever
+    assert shard.version == 4 * steps + slow  # nobody waited for ever
 
 
 def test_pushes_older_than_drop_after_are_refused_and_counted():
