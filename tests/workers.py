@@ -76,6 +76,17 @@ ROOMS = (
     "train",
     "zero",
 )
+# The fork server has imported what workers use but started no thread, so a worker is ready in a
+# tenth of a second instead of six. torch imports torch._dynamo at an optimizer's first use, which
+# alone takes two seconds of each process.
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    *(f"pyops.{room}" for room in ROOMS),
+    "transformers.models.gpt2.modeling_gpt2",  # and with it what all models import
+)
 # Each new group would measure its algorithms: nine turns at two sizes for each dtype, in hundreds
 # of groups.
 COSTS = {
@@ -139,19 +150,9 @@ for _cls in (torch.Tensor, torch.nn.Parameter):
 
 def fork_server() -> Any:
     """The context of multiprocessing whose processes have imported what ranks use."""
-    # The fork server has imported what workers use but started no thread, so a worker is ready in a
-    # tenth of a second instead of six. torch imports torch._dynamo at an optimizer's first use,
-    # which alone takes two seconds of each process.
-    modules = [
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "pytest",
-        *(f"pyops.{room}" for room in ROOMS),
-        "transformers.models.gpt2.modeling_gpt2",  # and with it what all models import
-    ]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(modules)
+    # Where the working directory is not the root of the repository, tests.preloaded is not found.
+    context.set_forkserver_preload(["tests.preloaded", *PRELOADED])
     return context
 
 

@@ -184,12 +184,24 @@ def test_digits_are_split_once_and_in_full():
     train, held_out = load_digits(held_out=0.5)
     assert (len(train.labels), len(held_out.labels)) == (898, 899)
     assert (float(train.images.min()), float(train.images.max())) == (-1.0, 1.0)
+    assert train.images.shape[1:] == (1, 8, 8)
     sklearn = pytest.importorskip("sklearn.datasets").load_digits()
     both = torch.cat([train.images, held_out.images]).flatten(1)
-    assert sorted(map(tuple, ((both + 1) * 8).tolist())) == sorted(
-        map(tuple, sklearn.data.tolist())
-    )
+    labels = torch.cat([train.labels, held_out.labels])
+    found = [(*row, y) for row, y in zip(((both + 1) * 8).tolist(), labels.tolist(), strict=True)]
+    rows = zip(sklearn.data.tolist(), sklearn.target.tolist(), strict=True)
+    assert sorted(found) == sorted((*row, y) for row, y in rows)
     assert all(int(count) > 60 for count in held_out.labels.bincount())
+
+
+def test_digits_of_a_release_that_keeps_the_file_elsewhere_are_the_same(monkeypatch):
+    pytest.importorskip("sklearn")
+    as_they_lie = load_digits()
+    monkeypatch.setattr("pyops.data.digits.FILE", "nowhere")
+    for found, other in zip(load_digits(), as_they_lie, strict=True):
+        assert torch.equal(found.images, other.images)
+        assert torch.equal(found.labels, other.labels)
+        assert found.labels.dtype == torch.int64
 
 
 def test_a_split_has_each_once_and_is_always_the_same():
