@@ -177,5 +177,9 @@ def test_a_state_goes_on_bit_for_bit_and_that_of_another_model_is_refused():
         shard.push(push(sequence), torch.arange(5.0))
     assert torch.equal(shard.parameter, other.parameter)
     assert (other.version, other.members[0].known) == (3, 3)
+    # A shard that was killed may have served so many pushes behind its snapshot.
+    again = ParameterShard(5, adagrad(0.1), config=ShardConfig(snapshot_every=7))
+    again.load_state_dict(shard.state_dict(), restarted=True)
+    assert again.version == 3 + 7
     with pytest.raises(ValueError, match=r"the state has \(5,\) parameters .* this shard \(6,\)"):
         ParameterShard(6, adagrad(0.1)).load_state_dict(shard.state_dict())

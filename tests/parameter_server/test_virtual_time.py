@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from pyops.comm import BF16, Int8, OneBit
 from pyops.flat import FlatBuffer
 from pyops.optim import SGD, Adagrad, AdamW
-from pyops.parameter_server import DownpourConfig, ShardConfig, VirtualTime, VirtualWorker
-from tests.grids import full
+from pyops.parameter_server import (
+    DownpourConfig,
+    ParameterShard,
+    ShardConfig,
+    VirtualTime,
+    VirtualWorker,
+)
+from pyops.parameter_server.messages import Reply, Request
+from tests.grids import cut
 from tests.parameter_server.replicas import (
     adagrad,
     gradient,
@@ -140,36 +150,119 @@ def test_a_replica_may_leave_a_replay_before_its_last_fetch_is_asked_for():
     assert torch.equal(again.parameters(), first.parameters())
 
 
-@pytest.mark.parametrize(
-    ("bound", "steps"), [(0, 40), (1, 40), (3, 40), *(full(bound, 250) for bound in range(5))]
-)
-def test_no_fetch_is_answered_beyond_the_bound(bound: int, steps: int):
-    """Under as many random delays as there are steps of four replicas: 160, or 1,000."""
-    workers = uneven(5, steps=steps, seed=bound)
-    slow = 3 * steps // 10
-    workers[2] = VirtualWorker(4.0, steps=slow)
+class three(nn.Module):
+    """The sum of three numbers, which up to three shards hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(3))
+
+    def forward(self) -> torch.Tensor:
+        return torch.cat(list(self.parts)).sum()
+
+
+def delayed(drawn: random.Random, replicas: int, *, lost: bool) -> list[VirtualWorker]:
+    """Replicas whose steps and messages take from a hundredth of a second to ten, each another
+    time; with `lost`, some join late, and some die."""
+
+    def seconds(slow: float) -> Callable[[int], float]:
+        times = [slow * 10 ** drawn.uniform(-1, 1) for _ in range(14)]
+        return lambda step: times[step % 14]
+
+    return [
+        VirtualWorker(
+            seconds(10 ** drawn.uniform(-1, 0)),
+            latency=drawn.choice([0.0, 10 ** drawn.uniform(-2, 0)]),
+            starts=drawn.choice([0.0, drawn.uniform(0, 10)]) if lost else 0.0,
+            dies=drawn.choice([None, None, drawn.uniform(1, 30)]) if lost else None,
+            steps=14,
+        )
+        for _ in range(replicas)
+    ]
+
+
+def watched(
+    workers: list[VirtualWorker], config: DownpourConfig, shard_config: ShardConfig, shards: int
+) -> tuple[VirtualTime, int]:
+    """A run to its end, and by how many pushes a replica was ahead of the slowest one, at most,
+    when a fetch of it was answered."""
     virtual = VirtualTime(
-        model,
-        gradient,
+        three,
+        lambda module, worker, step: module().backward(),
         sgd(0.01),
         workers,
-        config=DownpourConfig(fetch_delay=0),
-        shard_config=ShardConfig(max_staleness=bound),
+        shards=shards,
+        config=config,
+        shard_config=shard_config,
     )
-    shard, ahead = virtual.shards[0], []
-    served = shard.fetch
+    ahead = [0]
 
-    def fetch(request):
-        clocks = [m.clock for m in shard.members.values() if m.live and m.clock is not None]
-        own = shard.members[request.worker].clock
-        if own is not None:
-            ahead.append(own - min(clocks))
-        return served(request)
+    def watch(shard: ParameterShard) -> None:
+        served = shard.fetch
 
-    shard.fetch = fetch
-    virtual.run()
-    assert max(ahead) == bound
-    assert shard.version == 4 * steps + slow  # nobody waited for ever
+        def fetch(request: Request) -> tuple[Reply, torch.Tensor]:
+            clocks = [m.clock for m in shard.members.values() if m.live and m.clock is not None]
+            own = shard.members[request.worker].clock
+            if own is not None:
+                ahead.append(own - min(clocks))
+            return served(request)
+
+        shard.fetch = fetch  # type: ignore[method-assign]
+
+    for shard in virtual.shards:
+        watch(shard)
+    return virtual.run(), max(ahead)
+
+
+DELAYS = cut([(n,) for n in range(40)], keep=[(0,)])  # 25 draws each: 1,000
+
+
+@pytest.mark.parametrize("part", DELAYS)
+def test_the_bound_on_staleness_holds_and_is_reached_under_random_delays(part: int):
+    """No fetch of a replica more than `max_staleness` pushes ahead of the slowest is answered, and
+    nobody waits for ever. So a replica that fetches at each step is overtaken by each other one at
+    most 2 max_staleness + 1 times before its push is applied."""
+    reached: set[tuple[str, int]] = set()
+    for seed in range(25 * part, 25 * part + 25):
+        drawn, bound = random.Random(seed), seed % 3
+        lost = drawn.random() < 0.5
+        replicas = drawn.choice([2, 2, 3, 5])
+        workers = delayed(drawn, replicas, lost=lost)
+        every = drawn.choice([1, 1, 2])
+        config = DownpourConfig(
+            fetch_every=every,
+            push_every=drawn.choice([1, every]),
+            fetch_delay=drawn.choice([0, 0, 1]),
+        )
+        shards = drawn.choice([1, 2, 3])
+        virtual, ahead = watched(workers, config, ShardConfig(max_staleness=bound), shards)
+        assert ahead <= bound, seed
+        reached |= {("ahead", bound)} if ahead == bound else set()
+        for number, worker in enumerate(workers):
+            if worker.dies is None:
+                assert virtual.clients[number].step_number == 14, (seed, number)
+        if every == 1 and config.fetch_delay == 0:
+            most = (replicas - 1) * (2 * bound + 1)
+            stale = max(max(shard.staleness) for shard in virtual.shards)
+            assert stale <= most, seed
+            reached |= {("stale", bound)} if stale == most else set()
+    assert reached >= {("ahead", bound) for bound in range(3)}
+    assert ("stale", 0) in reached
+
+
+@pytest.mark.parametrize("part", DELAYS)
+def test_no_push_older_than_drop_after_is_applied_under_random_delays(part: int):
+    reached = set()
+    for seed in range(25 * part, 25 * part + 25):
+        drawn, bound = random.Random(seed), seed % 5
+        workers = delayed(drawn, drawn.choice([2, 3, 5]), lost=False)
+        config = DownpourConfig(fetch_delay=drawn.choice([0, 1]))
+        virtual, _ = watched(workers, config, ShardConfig(drop_after=bound), 1 + seed % 3)
+        for shard in virtual.shards:
+            assert max(shard.staleness) <= bound, seed
+            reached |= {bound} if max(shard.staleness) == bound else set()
+            assert shard.version + shard.counts.refused["TOO_STALE"] == 14 * len(workers)
+    assert reached == set(range(5))
 
 
 def test_pushes_older_than_drop_after_are_refused_and_counted():
