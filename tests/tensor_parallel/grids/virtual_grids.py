@@ -65,8 +65,8 @@ def assert_equal(
     *,
     whole: Tensor | None = None,
 ) -> None:
-    """Relative to the largest element, of `whole` where it is given; an expected tensor of zeros alone can't be failed by a
-    gradient that is missing, so there must be another."""
+    """Relative to the largest element, of `whole` where it is given; an expected tensor of zeros
+    alone can't be failed by a gradient that is missing, so there must be another."""
     assert got.shape == expected.shape, (what, got.shape, expected.shape)
     error = (got - expected).abs().max().item() if got.numel() else 0.0
     scale = (expected if whole is None else whole).abs().max().item() if got.numel() else 0.0
