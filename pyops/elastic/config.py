@@ -202,6 +202,11 @@ class ElasticRun:
     layout: layers are of a model made with `ContextRanks` of them, and what `loss` and scores give
     is a summand of the ranks. Nothing is cached then."""
 
+    tensor: int = 1
+    """Neighboring ranks that share the weights of the same layers and are given the same samples:
+    layers are of a model made with a group or a grid of them, whose placements say who holds what,
+    and what `loss` and scores give is the same on each. Nothing is frozen then."""
+
     schedule: str = "1f1b"
     """"1f1b" or "gpipe", which work with every number of stages."""
 

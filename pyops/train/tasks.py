@@ -41,6 +41,7 @@ from pyops.data.images import copies, enlarged
 from pyops.data.passages import FAMILIES, mask_rows
 from pyops.distill import ClassTeacher
 from pyops.elastic import PADDING
+from pyops.mesh import ALONE
 from pyops.models import (
     BERT,
     GPT,
@@ -54,6 +55,8 @@ from pyops.models import (
 )
 from pyops.models.vocabulary_head import IGNORED
 from pyops.precision import PRECISIONS
+from pyops.tensor_parallel import RanksLike
+from pyops.tensor_parallel.grids import Grid
 
 __all__ = ["Batch", "Task", "make_task"]
 
@@ -246,9 +249,17 @@ class ImagesTask(Task):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         context: ContextRanks | None = None,
+        group: RanksLike | Grid = ALONE,
     ) -> nn.Module:
+        """See `Task.model`.
+
+        Args:
+            seed, device, dtype, context: As there.
+            group: The ranks that share the layers of a ViT, or a grid of them.
+        """
         if isinstance(self._config, ViTConfig):
-            return ViT(self._config, context=context, seed=seed, device=device, dtype=dtype)
+            where: dict[str, Any] = {"device": device, "dtype": dtype}
+            return ViT(self._config, group=group, context=context, seed=seed, **where)
         return CoAtNet(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,29 @@ any layout goes on with another's checkpoint."""
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 
-from pyops.config import Config, ConfigError, ParallelConfig, TaskConfig, ZeroConfig
+from pyops.checkpoint import load
+from pyops.config import (
+    Config,
+    ConfigError,
+    DistillConfig,
+    ElasticConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TaskConfig,
+    ZeroConfig,
+)
+from pyops.train import train as train_alone
+from pyops.train.report.metrics import read_rows
+from pyops.train.sample_training import SampleTraining
 from tests.grids import full
+from tests.train import tiny_tasks
 from tests.train.test_parallel import final_model
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
@@ -104,8 +120,9 @@ def test_what_a_grid_does_not_go_with(tmp_path):
             ParallelConfig(**options)
     plain = plain_run(tmp_path)
     parallel = ParallelConfig(tp=4, grid="2d")
+    digits = TaskConfig(kind="digits")
     for section, changed, message in (
-        ("task", TaskConfig(kind="digits"), 'task.kind is "digits", but parallel.grid is "2d"'),
+        ("task", TaskConfig(kind="passages"), 'task.kind is "passages", but parallel.grid is "2d"'),
         (
             "train",
             dataclasses.replace(plain.train, num_sample_tokens=5),
@@ -115,3 +132,95 @@ def test_what_a_grid_does_not_go_with(tmp_path):
     ):
         with pytest.raises((ValueError, ConfigError), match=message):
             dataclasses.replace(plain, parallel=parallel, **{section: changed})
+    of_images = images(tmp_path)
+    for section, changed, message in (
+        ("task", dataclasses.replace(digits, model="coatnet"), 'task.model is "coatnet", .* a ViT'),
+        ("task", dataclasses.replace(digits, pretrained="runs/a"), 'pretrained is "runs/a"'),
+        ("optimizer", OptimizerConfig(name="lamb"), 'optimizer.name is "lamb", .* to "adamw"'),
+        ("elastic", ElasticConfig(freeze="bound"), 'elastic.freeze is "bound", .* freezes nothing'),
+        ("distill", DistillConfig(teacher="runs/a"), 'distill.teacher is "runs/a"'),
+    ):
+        with pytest.raises((ValueError, ConfigError), match=message):
+            dataclasses.replace(of_images, parallel=parallel, **{section: changed})
+
+
+def test_heads_that_a_grid_does_not_divide_are_refused_on_every_rank(world, tmp_path):
+    config = images(tmp_path, tp=4, grid="2d")
+    config = dataclasses.replace(config, vit=dataclasses.replace(config.vit, num_heads=1))
+    said = world(4).run(train_on_rank, config)
+    assert len(set(said)) == 1
+    assert "parallel.tp is 4: num_heads is 1, which the 2 ranks along 'column'" in said[0]
+
+
+def images(folder: Any, *, name: str = "plain", steps: int = STEPS, **parallel: Any) -> Config:
+    """A ViT on digits, in batches that no grid divides."""
+    plain = tiny_tasks.config_of(folder, "digits", num_copies=1)
+    options = {"folder": str(folder / "runs"), "device": "cpu", "plot": False, "tensorboard": False}
+    return dataclasses.replace(
+        plain,
+        name=name,
+        vit=dataclasses.replace(plain.vit, hidden=30, dropout=0.1, attention_dropout=0.1),
+        data=dataclasses.replace(plain.data, validation_fraction=0.05),
+        train=dataclasses.replace(plain.train, batch=29, num_steps=steps, **options),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def scores(config: Config) -> list[float]:
+    rows = read_rows(config.folder / "metrics.jsonl")
+    return [row["validation_accuracy"] for row in rows if "validation_accuracy" in row]
+
+
+def stop_in_step_3(rank: int, group: object, config: Config) -> Any:
+    """Rank 0 is told to stop."""
+    inner = SampleTraining.train_step
+
+    def stopping(self: SampleTraining, share: Any, *, stop: bool = False) -> Any:
+        if share.step == 3 and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self, share, stop=stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleTraining, "train_step", stopping)
+        return train_on_rank(rank, group, config)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [
+        ((4, 4, "2d"), (4, 4, "2.5d"), 7),
+        full((4, 4, "2d"), (1, 1, "1d"), STEPS),
+        full((1, 1, "1d"), (8, 8, "3d"), STEPS),
+        full((8, 8, "2.5d"), (8, 4, "2d"), STEPS),
+    ],
+)
+def test_a_vit_has_the_losses_of_one_process_and_goes_on_on_another_grid(
+    world, tmp_path, before, after, steps
+):
+    plain = images(tmp_path, steps=steps)
+    train_alone(plain)
+    ranks, tp, grid = before
+    config = images(tmp_path, name="grid", steps=steps, tp=tp, grid=grid)
+    stopped = world(ranks).run(stop_in_step_3, config, timeout=TIMEOUT)
+    assert {getattr(outcome, "stopped_by", outcome) for outcome in stopped} == {signal.SIGTERM}
+    assert 3 <= len(losses(config)) < steps
+    ranks, tp, grid = after
+    again = images(tmp_path, name="grid", steps=steps, tp=tp, grid=grid)
+    outcomes = world(ranks).run(train_on_rank, again, True, timeout=TIMEOUT)
+    assert [getattr(each, "steps", each) for each in outcomes] == [steps] * ranks
+    assert same(losses(config), losses(plain))
+    assert same(norms(config), norms(plain), within=1e-4)
+    assert 0.0 < scores(plain)[-1] <= 1.0  # which counts the held-out images once
+    assert scores(config) == scores(plain)
+    assert {each.accuracy for each in outcomes} == {scores(plain)[-1]}
+    ours, theirs = image_model(config), image_model(plain)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(
+            ours[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def image_model(config: Config) -> dict[str, torch.Tensor]:
+    return load(config.folder / "checkpoints" / f"step-{config.train.num_steps:08}")[0]["model"]

@@ -2,7 +2,8 @@
 
 | option | over samples | with elastic.freeze |
 |---|---|---|
-| ZeRO, tensor parallelism, a codec, compiled models | refused | refused |
+| ZeRO, a codec, compiled models | refused | refused |
+| tensor parallelism | refused, but on a grid (`rules.grids`) | refused |
 | micro-batches, recomputing, fp16, other schedules | refused when the run begins | not judged |
 | a head tied to the embedding, several stages of a rank | not judged | refused |
 """
@@ -54,7 +55,11 @@ def check_samples(config: RunSections) -> None:
     """
     parallel, dtype = config.parallel, config.precision.dtype
     rules = [
-        *((key, value, taken) for key, value, taken, _ in _shared_rules(config)),
+        *(
+            (key, value, taken)
+            for key, value, taken, _ in _shared_rules(config)
+            if key != "parallel.tp" or parallel.grid == "1d"
+        ),
         ("parallel.num_microbatches", parallel.num_microbatches, 0),
         ("parallel.recompute", parallel.recompute, "never"),
         (

@@ -5,6 +5,8 @@ ends.
     control_group     0 1 2 3 4        all ranks: whatever follows once they have met
     pp_group          0 1 | 2 3        the stages of a replica
     dp_group          0 2 | 1 3        the ranks that hold the same stage
+    tp_group                           with tensor: the neighbors that share its weights; each of
+                                       their parts then has a dp_group
 
 The first two are made once, and outlive every layout. Who waits learns at once when a rank dies;
 that one only hangs, after the default group's timeout: in the waiting group, where an idle rank's
@@ -175,6 +177,7 @@ class LayoutGroups:
 
     pp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -205,12 +208,16 @@ class LayoutGroups:
             # Every rank makes all of them in one order: torch numbers them, and a group that only
             # its members make has a name that may have been another one's before, with addresses
             # that are out of date.
-            pipelines = layout.replicas * layout.context
+            pipelines = layout.replicas * layout.parts
             for number in range(pipelines if layout.stages > 1 else 0):
-                members = layout.pp_ranks(*divmod(number, layout.context))
+                members = layout.pp_ranks(*divmod(number, layout.parts))
                 self.pp_group = self._made(members, rank, limit) or self.pp_group
-            for stage in range(layout.stages if pipelines > 1 else 0):
-                self.dp_group = self._made(layout.dp_ranks(stage), rank, limit) or self.dp_group
+            copies = layout.replicas * layout.context
+            for number in range(layout.stages * layout.tensor if copies > 1 else 0):
+                members = layout.dp_ranks(*divmod(number, layout.tensor))
+                self.dp_group = self._made(members, rank, limit) or self.dp_group
+            for first in range(0, layout.active if layout.tensor > 1 else 0, layout.tensor):
+                self.tp_group = self._made(layout.tp_ranks(first), rank, limit) or self.tp_group
         except RuntimeError as caught:
             error = caught
         agree(error, group=control_group)
@@ -224,8 +231,8 @@ class LayoutGroups:
         """Destroy the groups, and let go of the threads and the shared memory that collectives made
         for them. What else uses them (Pipeline, ZeroOptimizer) is to be closed before. Not a
         collective; a second time it does nothing."""
-        for group in (self.pp_group, self.dp_group):
+        for group in (self.pp_group, self.dp_group, self.tp_group):
             if group is not None:
                 release(group)
                 dist.destroy_process_group(group)
-        self.pp_group = self.dp_group = None
+        self.pp_group = self.dp_group = self.tp_group = None

@@ -8,7 +8,8 @@
 
     ranks      0 1   2 3 | 4 5   6 7          8 ranks, 2 stages, 2 replicas, context 2: neighbors
     part       0 1   0 1 | 0 1   0 1          hold the same layers, and other tokens of the same
-                                              samples, in every layout
+                                              samples, in every layout; with tensor 2 they share
+                                              the weights of the layers, and see the same samples
 
 Plain data: nothing here talks to another rank. `pyops.elastic.transition` goes from one layout to
 the next.
@@ -25,7 +26,7 @@ __all__ = ["Layout"]
 @dataclass(frozen=True)
 class Layout:
     """Rank r is stage r % stages of replica r // stages, and idle from stages * replicas on; with a
-    context of c ranks, neighbors r c to r c + c - 1 are that together.
+    context of c ranks, neighbors r c to r c + c - 1 are that together, and so are those of tensor.
 
     ValueError, which names it, for what makes no sense. The last layer, the head, is never frozen;
     stage 0 may be the frozen prefix alone.
@@ -36,6 +37,7 @@ class Layout:
         frozen: How many layers, not blocks, are frozen.
         micro_batches: Of a step of each pipeline.
         context: How many neighbors share out the tokens of each sample.
+        tensor: How many neighbors share the weights of the same layers.
     """
 
     ranks: int
@@ -45,10 +47,11 @@ class Layout:
     frozen: int = 0
     micro_batches: int = 1
     context: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
-        for what in ("ranks", "stages", "replicas", "micro_batches", "context"):
+        for what in ("ranks", "stages", "replicas", "micro_batches", "context", "tensor"):
             value = getattr(self, what)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{what} is {value!r}; it must be a whole number, 1 or more")
@@ -92,11 +95,16 @@ class Layout:
     @property
     def active(self) -> int:
         """How many ranks have something to do: the first ones."""
-        return self.stages * self.replicas * self.context
+        return self.stages * self.replicas * self.parts
+
+    @property
+    def parts(self) -> int:
+        """How many neighbors are one stage of one replica together."""
+        return self.context * self.tensor
 
     @property
     def _needed(self) -> str:
-        each = f" of {self.context} ranks" if self.context > 1 else ""
+        each = f" of {self.parts} ranks" if self.parts > 1 else ""
         return f"{self.replicas} replicas of {self.stages} stages{each}"
 
     def is_active(self, rank: int) -> bool:
@@ -109,7 +117,7 @@ class Layout:
         Raises:
             ValueError: For an idle one.
         """
-        return self._active(rank) // self.context // self.stages
+        return self._active(rank) // self.parts // self.stages
 
     def stage(self, rank: int) -> int:
         """The stage of an active rank.
@@ -117,15 +125,16 @@ class Layout:
         Raises:
             ValueError: For an idle one.
         """
-        return self._active(rank) // self.context % self.stages
+        return self._active(rank) // self.parts % self.stages
 
     def is_first(self, rank: int) -> bool:
-        """Whether an active rank is the first of those that hold its layers.
+        """Whether an active rank is the first of those that hold its layers, and of their weights
+        the same part.
 
         Raises:
             ValueError: For an idle one.
         """
-        return self._active(rank) == self.dp_ranks(self.stage(rank))[0]
+        return self._active(rank) == self.dp_ranks(self.stage(rank), rank % self.tensor)[0]
 
     def layers(self, rank: int) -> range:
         """The layers that the rank holds, frozen ones too; of an idle one none."""
@@ -135,25 +144,43 @@ class Layout:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def pp_ranks(self, replica: int, part: int = 0) -> tuple[int, ...]:
-        """The ranks of a replica's pipeline, by stage; with a context, of one of its parts."""
+        """The ranks of a replica's pipeline, by stage; where it has parts, of one."""
         if not 0 <= replica < self.replicas:
             raise ValueError(
                 f"there is no replica {replica!r}; they are numbered from 0 to {self.replicas - 1}"
             )
-        if not 0 <= part < self.context:
+        if not 0 <= part < self.parts:
             raise ValueError(
-                f"there is no part {part!r}; they are numbered from 0 to {self.context - 1}"
+                f"there is no part {part!r}; they are numbered from 0 to {self.parts - 1}"
             )
-        first, last = (n * self.stages * self.context for n in (replica, replica + 1))
-        return tuple(range(first + part, last, self.context))
+        first, last = (n * self.stages * self.parts for n in (replica, replica + 1))
+        return tuple(range(first + part, last, self.parts))
 
-    def dp_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold the same stage, by replica, and by part."""
+    def tp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The neighbors that share weights with an active rank, itself included.
+
+        Raises:
+            ValueError: For an idle one.
+        """
+        first = self._active(rank) // self.tensor * self.tensor
+        return tuple(range(first, first + self.tensor))
+
+    def dp_ranks(self, stage: int, part: int = 0) -> tuple[int, ...]:
+        """The ranks that hold the same stage, by replica, and by part of the context.
+
+        Args:
+            stage: Of a pipeline.
+            part: Of the weights, where `tensor` ranks share them.
+        """
         if not 0 <= stage < self.stages:
             raise ValueError(
                 f"there is no stage {stage!r}; they are numbered from 0 to {self.stages - 1}"
             )
-        return tuple(rank for rank in range(self.active) if self.stage(rank) == stage)
+        return tuple(
+            rank
+            for rank in range(self.active)
+            if self.stage(rank) == stage and rank % self.tensor == part
+        )
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold a layer, by replica."""

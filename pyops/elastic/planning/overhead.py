@@ -78,7 +78,8 @@ def machine_of(
         layers: All of the model.
         besides: What a micro-batch costs besides its rows, in rows.
         stages: Over which that is shared out.
-        context: Ranks that share out the tokens of each row: one device of the machine.
+        context: Ranks that share out the tokens of each row, or the weights: one device of the
+            machine.
     """
     parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -44,6 +44,7 @@ from pyops.elastic.layout.padded_batch import PaddedBatch, Step, padded_batch
 from pyops.elastic.layout.process_groups import RunGroups, abort_on_failure
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.sampler import Sampler
+from pyops.elastic.layout.shared_weights import placements_of
 from pyops.elastic.planning.packing import Packing, pack
 from pyops.elastic.planning.packing_config import Machine, PackingConfig
 from pyops.elastic.planning.trial import RowsOf
@@ -60,7 +61,7 @@ from pyops.renamed import refuse_renamed
 
 __all__ = ["Elastic"]
 
-SHARED = ("schedule", "max_grad_norm", "chunk", "context")  # options of ElasticRun, on all ranks
+SHARED = ("schedule", "max_grad_norm", "chunk", "context", "tensor")  # of ElasticRun, on all ranks
 
 
 class Elastic:
@@ -122,8 +123,9 @@ class Elastic:
                 run=self.run,
                 ranks=self.ranks,
                 has_initialize=callbacks.initialize is not None,
+                has_policy=self.policy is not None,
             )
-            self._replicas = self.ranks // (self.run.stages * self.run.context)
+            self._replicas = self.ranks // (self.run.stages * self.run.context * self.run.tensor)
             self._costs = self._layer_costs()
             self._packing = self._packing_config()
             first = self._pack(0)
@@ -172,7 +174,8 @@ class Elastic:
         if machine is None:
             costs = self._costs
             overhead = 0.0 if isinstance(costs, Profile) else sum(costs) / 3 / self.run.stages
-            machine = Machine(devices=self.ranks // self.run.context, overhead=overhead)
+            parts = self.run.context * self.run.tensor
+            machine = Machine(devices=self.ranks // parts, overhead=overhead)
         return replace(
             config,
             machine=machine,
@@ -250,7 +253,7 @@ class Elastic:
         )
 
     def _layout(self, packing: Packing) -> Layout:
-        each = packing.stages * self.run.context
+        each = packing.stages * self.run.context * self.run.tensor
         replicas = self.ranks // each if self.config.replicate else self._replicas
         return Layout(
             ranks=self.ranks,
@@ -260,6 +263,7 @@ class Elastic:
             frozen=packing.frozen,
             micro_batches=packing.micro_batches,
             context=self.run.context,
+            tensor=self.run.tensor,
         )
 
     def _micro_rows(self, layout: Layout) -> int:
@@ -412,7 +416,9 @@ class Elastic:
         except Exception as caught:
             error = caught
         self._runtime.barrier("evaluate", error or self._runtime.failure)
-        return sum(gather(total, group=self._groups.control_group))
+        # Ranks that share weights have the same score, which counts once.
+        own = total if self._runtime.is_first else 0.0
+        return sum(gather(own, group=self._groups.control_group))
 
     def _portions(self, count: int) -> list[PaddedBatch]:
         """This replica's part of `count` held-out samples."""
@@ -503,13 +509,20 @@ class Elastic:
                 self._runtime.meter.state_dict() if self._runtime.worker is not None else None
             ),
         }
-        return {**saved(self.states(), writes=self._runtime.writes), "elastic": run}
+        tensors = saved(
+            self.states(),
+            writes=self._runtime.writes,
+            placements=placements_of(self.layers),
+            is_first=self._runtime.is_first,
+        )
+        return {**tensors, "elastic": run}
 
     def _merged_meter(self, meter: dict[str, Any] | None) -> dict[str, Any]:
         """Of all stages together."""
+        layout = self.layout
         several = [
             each for each in gather(meter, group=self._groups.control_group) if each is not None
-        ][:: self.layout.context][: self.layout.stages]
+        ][:: layout.context][: layout.stages * layout.tensor]
         squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
         return {"squares": squares, "steps": several[0]["steps"]}
 
@@ -538,7 +551,8 @@ class Elastic:
         self._runtime.enter(packing, layout, states)
         if self._runtime.worker is not None:
             pairs = zip(run["meter"]["squares"], self._runtime.held, strict=True)
-            mine = [square if here else 0.0 for square, here in pairs]
+            first = self._runtime.is_first
+            mine = [square if here and first else 0.0 for square, here in pairs]
             self._runtime.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
 
     def _read(self, state: Mapping[str, Any]) -> tuple[Packing, Layout, dict[int, LayerState]]:

@@ -125,6 +125,11 @@ class RankRuntime:
         return self.is_active and self.layout.is_first(self.rank)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that share its layers' weights."""
+        return self.rank % self.layout.tensor == 0
+
+    @property
     def held(self) -> list[bool]:
         """Of each block, whether this rank has it."""
         return [is_held(layer) for layer in list(self.layers.values())[1:-1]]
@@ -181,9 +186,14 @@ class RankRuntime:
             with abort_on_failure(self._everyone.waiting_group):
                 worker.connect(loss=options.loss, schedule_name=options.schedule)
             self.worker = worker
-            blocks = list(self.layers.values())[1:-1]
+            blocks, counted = list(self.layers.values())[1:-1], {id(p) for p in worker.counted}
             self.meter = Meter(
-                [list(layer.parameters()) if is_held(layer) else [] for layer in blocks]
+                [
+                    [p for p in layer.parameters() if layout.tensor == 1 or id(p) in counted]
+                    if is_held(layer)
+                    else []
+                    for layer in blocks
+                ]
             )
         return packing.reason
 

@@ -5,7 +5,8 @@ the replicas, its optimizer.
     replica 0   FrozenLayers(embedding .. block 5) block 6 | block 7 .. block 11 head
     replica 1   FrozenLayers(embedding .. block 5) block 6 | block 7 .. block 11 head
 
-pp_group: the ranks of a row; dp_group: the ranks of a column.
+pp_group: the ranks of a row; dp_group: the ranks of a column. Where neighbors share weights, each
+of them is such a rank, and sums the gradients of its own parts; tp_group: these neighbors.
 
 It is made when a layout begins and closed when it ends; what has to last is `states()`: tensors by
 layer and name.
@@ -29,6 +30,7 @@ from pyops.elastic.layout.layer_memory import values_of
 from pyops.elastic.layout.layer_moves import LayerState
 from pyops.elastic.layout.process_groups import LayoutGroups, agree_in_group
 from pyops.elastic.layout.rank_layout import Layout
+from pyops.elastic.layout.shared_weights import counts, placements_of
 from pyops.flat import FlatBuffer, check_free, claim, release
 from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, PipelineConfig, schedule
@@ -70,11 +72,15 @@ class ReplicaWorker:
         self._is_first = bool(layout.frozen) and layout.stage(rank) == 0
         frozen = layout.frozen
         self._shift, self._prefix = max(0, frozen - 1), prefix
+        places = placements_of(layers) if layout.tensor > 1 else {}
+        shares_first = rank % layout.tensor == 0
         self.own = [n for n in layout.layers(rank) if n >= frozen]
         for number in self.own:
             self._layers[number].requires_grad_(True).train()
         self.buffers = self._flat()
         named = [(name, parameter) for buffer in self.buffers for name, parameter in _named(buffer)]
+        # Of parameters that neighbors have too, those that this rank counts.
+        self.counted = [p for name, p in named if counts(places.get(name), is_first=shares_first)]
         self.optimizer = make_optimizer(named) if named else None
         self._rates = [] if self.optimizer is None else _rates(self.optimizer)
         if self.optimizer is not None:
@@ -163,9 +169,12 @@ class ReplicaWorker:
         )
         if self.groups.dp_group is not None:
             all_reduce(told, group=self.groups.dp_group, label="the loss over the replicas")
+        if self.groups.tp_group is not None:  # each of which has the same loss
+            all_reduce(told, group=self.groups.tp_group, label="the loss of shared layers")
+            told[0] /= self.layout.tensor
         total_loss, flags, errors = map(float, told.tolist())
         if errors:
-            agree_in_group(error, group=self.groups.dp_group)
+            self._raise_everywhere(error)
         if self.groups.dp_group is not None:
             for buffer in self.buffers:
                 all_reduce(
@@ -176,16 +185,36 @@ class ReplicaWorker:
         self.flagged = bool(flags)
         return total_loss
 
+    def _raise_everywhere(self, error: Exception | None) -> None:
+        """On all ranks of all replicas what one of them raised."""
+        try:
+            agree_in_group(error, group=self.groups.dp_group)
+        except CommunicationError:
+            raise
+        except Exception as caught:
+            error = caught
+        agree_in_group(error, group=self.groups.tp_group)
+
     def norm(self) -> float:
         """Of these gradients over all stages; nan where it is not finite. The same on all ranks."""
         told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64, device="cpu")
-        for buffer in self.buffers:
-            told[0] += sum_of_squares([buffer.grad], device="cpu")[0]
+        told[0] = self._squares()
+        if self.groups.tp_group is not None:
+            all_reduce(told, group=self.groups.tp_group, label="the squared norm of shared layers")
         if self.groups.pp_group is not None:
             all_reduce(told, group=self.groups.pp_group, label="the squared norm over the stages")
         squares, flags = told.tolist()
         self.flagged = bool(flags)
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
+
+    def _squares(self) -> float:
+        """Of the elements of gradients that this rank counts."""
+        if self.layout.tensor == 1:
+            return sum(
+                float(sum_of_squares([buffer.grad], device="cpu")[0]) for buffer in self.buffers
+            )
+        gradients = [p.grad for p in self.counted if p.grad is not None]
+        return float(sum_of_squares(gradients, device="cpu")[0]) if gradients else 0.0
 
     def update(self, norm: float, *, lr: float, max_grad_norm: float | None) -> None:
         """One optimizer step with these gradients, of that norm; nothing where it is not finite.

@@ -28,6 +28,7 @@ def check_run(
     run: ElasticRun,
     ranks: int,
     has_initialize: bool,
+    has_policy: bool = False,
 ) -> None:
     """Checks the arguments of Elastic, before anything is communicated.
 
@@ -51,7 +52,8 @@ def check_run(
             f"context is {run.context}, and a cache would hold parts of samples that other ranks "
             'need at the same time; give cache="off" and leave ElasticRun(cache=) out'
         )
-    ranks //= run.context
+    _check_tensor(run, ranks=ranks, has_policy=has_policy)
+    ranks //= run.context * run.tensor
     _check_stages(run.stages, ranks=ranks, num_layers=len(layers))
     if run.schedule not in SCHEDULES:
         raise ValueError(
@@ -87,6 +89,27 @@ def check_run(
     for name, layer in layers.items():
         _check_norms(name, layer)
     _check_tensors(layers, device=torch.device(run.device), has_initialize=has_initialize)
+
+
+def _check_tensor(run: ElasticRun, *, ranks: int, has_policy: bool) -> None:
+    if run.tensor < 1 or ranks % run.tensor:
+        raise ValueError(
+            f"tensor is {run.tensor}, of which {ranks} ranks are no multiple; start a multiple, "
+            "or take a divisor"
+        )
+    if run.tensor == 1:
+        return
+    for what, value in (("stages", run.stages), ("context", run.context)):
+        if value > 1:
+            raise ValueError(
+                f"tensor is {run.tensor}, and {what} {value}; ranks that share weights share out "
+                f"nothing else: set {what} to 1, or tensor"
+            )
+    if has_policy:
+        raise ValueError(
+            f"tensor is {run.tensor}, and a policy freezes layers, which then go to other ranks as "
+            'they are; give policy=None and ElasticConfig(freeze="none"), or tensor=1'
+        )
 
 
 def _check_stages(stages: int, *, ranks: int, num_layers: int) -> None:

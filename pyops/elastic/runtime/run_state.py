@@ -4,6 +4,8 @@ of ranks can go on from it.
 rank 0  {0: embedding, 1: block 0}  --.                            .--  {0: embedding, 1: block 0,
 rank 1  {2: head}                   --+-- "model", "optimizer" ----+--   2: head} on one rank
 rank 2  of another replica: nothing --'
+
+Of weights that neighbors share each gives its part of the whole tensor.
 """
 
 from __future__ import annotations
@@ -12,41 +14,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyops.elastic.layout.layer_memory import values_of
 from pyops.elastic.layout.layer_moves import LayerState
-from pyops.flat import Shard
+from pyops.elastic.layout.shared_weights import part_of, placements_of, shard_of
+from pyops.flat import Placement, Shard, Shards
 
 __all__ = ["run_of", "saved", "states_of"]
 
 
-def saved(states: Mapping[int, LayerState], *, writes: bool) -> dict[str, Any]:
-    """{"model": {name: Shard}, "optimizer": {name: {key: Shard}}} of a rank's layers.
+def saved(
+    states: Mapping[int, LayerState],
+    *,
+    writes: bool,
+    placements: Mapping[str, Placement] | None = None,
+    is_first: bool = True,
+) -> dict[str, Any]:
+    """{"model": {name: Shard or Shards}, "optimizer": {name: {key: likewise}}} of a rank's layers.
 
     Args:
+        states: Of these layers.
         writes: False where another rank writes the same ones.
+        placements: Of parameters that ranks share, by name.
+        is_first: Whether the rank is the first of those.
     """
+    places = placements or {}
+
+    def shard(name: str, value: Any) -> Shard | Shards:
+        tensor = torch.as_tensor(value)
+        return shard_of(tensor, places.get(name), writes=writes, is_first=is_first)
+
     model = {
-        name: _shard(tensor, writes)
+        name: shard(name, tensor)
         for each in states.values()
         for name, tensor in each["parameters"].items()
     }
     slots = {
-        name: {
-            key: _shard(torch.as_tensor(value), writes)
-            for key, value in own.items()
-            if value is not None
-        }
+        name: {key: shard(name, value) for key, value in own.items() if value is not None}
         for each in states.values()
         for name, own in each["slots"].items()
     }
     return {"model": model, "optimizer": slots}
-
-
-def _shard(tensor: Tensor, writes: bool) -> Shard:
-    tensor = tensor.detach()
-    return Shard(tuple(tensor.shape), (0,) * tensor.dim(), tensor, copy=not writes)
 
 
 def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mapping[str, Any]:
@@ -87,15 +96,17 @@ def states_of(
             another one, and for one that no layer has.
     """
     found: dict[int, LayerState] = {}
-    names = list(layers)
-    _check(state["model"], layers, [names[number] for number in numbers])
+    names, places = list(layers), placements_of(layers)
+    _check(state["model"], layers, [names[number] for number in numbers], places)
     for number in numbers:
         begin = f"{names[number]}."
         parameters = {
-            name: _whole(value) for name, value in state["model"].items() if name.startswith(begin)
+            name: part_of(value, places.get(name))
+            for name, value in state["model"].items()
+            if name.startswith(begin)
         }
         slots = {
-            name: {key: _whole(value) for key, value in own.items()}
+            name: {key: part_of(value, places.get(name)) for key, value in own.items()}
             for name, own in state["optimizer"].items()
             if name.startswith(begin)
         }
@@ -104,7 +115,10 @@ def states_of(
 
 
 def _check(
-    saved: Mapping[str, Any], layers: Mapping[str, nn.Module], wanted: Sequence[str]
+    saved: Mapping[str, Any],
+    layers: Mapping[str, nn.Module],
+    wanted: Sequence[str],
+    places: Mapping[str, Placement],
 ) -> None:
     here = {
         f"{name}.{own}": tensor
@@ -121,20 +135,18 @@ def _check(
                 f"the state has no {name}; it is of another model; give the one that was saved"
             )
         there, tensor = saved[name], here[name]
+        if isinstance(there, Shards):  # of this rank, which may hold padding alone
+            if not there.parts:
+                continue
+            there = there.parts[0]
         shape = there.global_shape if isinstance(there, Shard) else there.shape
+        own = places[name].global_shape if name in places else tensor.shape
         if (
-            tuple(shape) != tuple(tensor.shape)
+            tuple(shape) != tuple(own)
             or there.dtype.is_floating_point != tensor.dtype.is_floating_point
         ):
             raise ValueError(
-                f"{name} is {[*shape]} {there.dtype} in the state, but {[*tensor.shape]} "
+                f"{name} is {[*shape]} {there.dtype} in the state, but {[*own]} "
                 f"{tensor.dtype} here; give the model "
                 "that was saved"
             )
-
-
-def _whole(value: Any) -> Any:
-    """A tensor of memory of its own; `value` may be in a checkpoint still."""
-    if isinstance(value, Shard):
-        return value.tensor.clone()
-    return value.read() if hasattr(value, "read") else value.clone()

@@ -44,6 +44,15 @@ def test_neighbors_that_share_tokens_hold_the_same_layers_in_every_layout():
         two.pp_ranks(0, 2)
 
 
+def test_neighbors_that_share_weights_sum_gradients_with_those_of_the_same_part():
+    layout = Layout(ranks=9, stages=1, replicas=2, boundaries=(0, 5), tensor=4)
+    assert [layout.replica(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert [layout.dp_ranks(0, part) for part in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [layout.tp_ranks(rank) for rank in (0, 3, 6)] == [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)]
+    assert [layout.is_first(rank) for rank in range(8)] == [True] * 4 + [False] * 4
+    assert (layout.active, layout.is_active(8)) == (8, False)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

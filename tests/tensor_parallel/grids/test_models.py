@@ -3,6 +3,7 @@ checkpoints that any other layout reads."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -14,9 +15,10 @@ from pyops.flat import Placement
 from pyops.flat.shard import whole_of_boxes
 from pyops.mesh import ALONE
 from pyops.models import GPT, GPTConfig, ViT, ViTConfig
-from pyops.tensor_parallel import clip_grad_norm_
+from pyops.tensor_parallel import Ranks, clip_grad_norm_
 from pyops.tensor_parallel.grids import Grid
-from tests.tensor_parallel.grids.virtual_grids import Shape, on_grid
+from tests.grids import full
+from tests.tensor_parallel.grids.virtual_grids import Shape, numbers, on_grid
 
 pytestmark = pytest.mark.cpu_only
 
@@ -193,9 +195,41 @@ def test_logits_of_a_grid_have_a_gradient():
     on_grid("2d", (2, 2), body)
 
 
-def clipped(rank: int, group: Any) -> tuple[list[float], list[float]]:
-    """Two losses and gradient norms, clipped, of processes on a grid or of one rank."""
-    where = ALONE if group is ALONE else Grid.of(group, mode="2d")
+def test_parts_of_one_layout_make_those_of_any_other_bit_for_bit():
+    """What a checkpoint writes on 2 x 2 ranks, on 4 of one dimension, and on 2 x 2 x 2."""
+    first = {n: p.detach() for n, p in gpt("gpt2", seed=3).named_parameters()}
+    values = {n: numbers(*p.shape, seed=len(n)).float() for n, p in first.items()}
+
+    def placed(ranks: list[GPT]) -> dict[str, Tensor]:
+        """Cut the values, and put together what these ranks write of them."""
+        written: dict[str, list[Any]] = {n: [] for n in values}
+        for rank, model in enumerate(ranks):
+            places = Placement.of(model)
+            for name, value in values.items():
+                place = places.get(name) or Placement.whole(
+                    value.shape, rank=rank, ranks=len(ranks)
+                )
+                own = place.take(value)
+                written[name] += [s for s in place.shards(own.flatten()) if not s.copy]
+        return {
+            n: whole_of_boxes([((s.offset, s.shape), s.tensor) for s in some], values[n].shape)
+            for n, some in written.items()
+        }
+
+    for mode, shape in (("2d", (2, 2)), ("", (4,)), ("3d", (2, 2, 2)), ("2d", (2, 2))):
+        if mode:
+            ranks = on_grid(mode, shape, lambda grid: gpt("gpt2", group=grid, seed=None))
+        else:
+            ranks = [gpt("gpt2", group=Ranks(ALONE, rank, 4), seed=None) for rank in range(4)]
+        found = placed(ranks)
+        assert all(torch.equal(found[n], values[n]) for n in values), mode
+        values = found
+
+
+def clipped(rank: int, group: Any, **of: Any) -> tuple[list[float], list[float], Any]:
+    """Two losses and gradient norms, clipped, of processes on a grid or of one rank, and what this
+    rank holds then."""
+    where = ALONE if group is ALONE else Grid.of(group, **of)
     model = gpt("gpt2", group=where, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, norms = [], []
@@ -207,12 +241,22 @@ def clipped(rank: int, group: Any) -> tuple[list[float], list[float]]:
         norms.append(clip_grad_norm_(model, 0.1, group=group).item())
         losses.append(loss.item())
         optimizer.step()
-    return losses, norms
+    return losses, norms, held(model)
 
 
-def test_processes_clip_the_norm_of_the_whole_gradient(world):
-    losses, norms = clipped(0, ALONE)
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [("2d", (2, 2)), ("2.5d", (4, 1, 1)), full("2.5d", (2, 2, 2)), full("3d", (2, 2, 2))],
+)
+def test_processes_clip_the_norm_of_the_whole_gradient(world, mode, shape):
+    losses, norms, _ = clipped(0, ALONE)
     assert min(norms) > 0.1
-    for found, found_norms in world(4).run(clipped):
+    results = world(math.prod(shape)).run(clipped_on, mode, shape)
+    for found, found_norms, _ in results:
         assert found == pytest.approx(losses, rel=1e-5)
         assert found_norms == pytest.approx(norms, rel=1e-5)
+    whole_models([after for *_, after in results])  # copies are the same bits behind the steps
+
+
+def clipped_on(rank: int, group: Any, mode: str, shape: Shape) -> Any:
+    return clipped(rank, group, mode=mode, shape=shape)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyops.tensor_parallel.grids.grid import Cuts, Grid
 from pyops.tensor_parallel.grids.products import FORMS, product
+from tests.grids import cut
 from tests.tensor_parallel.grids.virtual_grids import (
     LARGE,
     SMALL,
@@ -28,13 +29,16 @@ SIZES = (13, 10, 7)  # M, K, N: no grid divides them
 EVEN = (16, 32, 48)
 
 
-def whole_product(form: str, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
+def whole_product(
+    form: str, sizes: tuple[int, int, int], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     """A, B, the product's gradient, and the product, with the gradients of A and B."""
     M, K, N = sizes
-    a = numbers(M, K, seed=1).requires_grad_()
-    b = numbers(*{"ab": (K, N), "abt": (N, K), "atb": (M, N)}[form], seed=2).requires_grad_()
+    shape = {"ab": (K, N), "abt": (N, K), "atb": (M, N)}[form]
+    a, b = (numbers(*each, seed=n).to(dtype) for n, each in ((1, (M, K)), (2, shape)))
+    a, b = a.requires_grad_(), b.requires_grad_()
     y = {"ab": lambda: a @ b, "abt": lambda: a @ b.t(), "atb": lambda: a.t() @ b}[form]()
-    dy = numbers(*y.shape, seed=3)
+    dy = numbers(*y.shape, seed=3).to(dtype)
     da, db = torch.autograd.grad(y, (a, b), dy)
     return a.detach(), b.detach(), dy, y.detach(), da, db
 
@@ -45,8 +49,17 @@ def weight_block(grid: Grid, whole: Tensor, cuts: Cuts) -> Tensor:
     return place.take(whole.t()).t().contiguous()
 
 
-def check(mode: str, shape: Shape, form: str, sizes: tuple[int, int, int], **options: bool) -> None:
-    a, b, dy, y, da, db = whole_product(form, sizes)
+def check(
+    mode: str,
+    shape: Shape,
+    form: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype = torch.float64,
+    **options: bool,
+) -> None:
+    """Relative to the largest element of the whole 1e-12 in fp64, 1e-6 in fp32."""
+    a, b, dy, y, da, db = whole_product(form, sizes, dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
 
     def body(grid: Grid) -> None:
         for cuts in {grid.cuts, grid.behind(grid.cuts)}:
@@ -65,9 +78,11 @@ def check(mode: str, shape: Shape, form: str, sizes: tuple[int, int, int], **opt
                 for_b = weight_block(grid, db, cuts if form == "ab" else behind)
             found.backward(gradient)
             what = f"{mode} {shape} {form}, rank {grid.rank}, {cuts}"
-            assert_equal(found.detach(), expected, what)
-            assert_equal(left.grad, grid.take(da, cuts), f"{what}: gradient of A")
-            assert_equal(right.grad, for_b, f"{what}: gradient of B")
+            assert_equal(found.detach(), expected, what, tolerance, whole=y)
+            assert_equal(
+                left.grad, grid.take(da, cuts), f"{what}: gradient of A", tolerance, whole=da
+            )
+            assert_equal(right.grad, for_b, f"{what}: gradient of B", tolerance, whole=db)
 
     on_grid(mode, shape, body)
 
@@ -76,6 +91,15 @@ def check(mode: str, shape: Shape, form: str, sizes: tuple[int, int, int], **opt
 @pytest.mark.parametrize(("mode", "shape"), SMALL + LARGE)
 def test_products_are_those_of_whole_matrices(mode, shape, form):
     check(mode, shape, form, SIZES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    cut(SMALL + LARGE, keep=[("2d", (2, 2)), ("2.5d", (2, 2, 2)), ("3d", (3, 3, 3))]),
+)
+def test_products_in_single_precision(mode, shape, form):
+    check(mode, shape, form, SIZES, torch.float32)
 
 
 @pytest.mark.parametrize("form", FORMS)

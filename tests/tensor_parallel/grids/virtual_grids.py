@@ -57,12 +57,19 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     )
 
 
-def assert_equal(got: Tensor, expected: Tensor, what: str, tolerance: float = 1e-12) -> None:
-    """Relative to the largest element; an expected tensor of zeros alone can't be failed by a
-    gradient that is missing, so there must be another."""
+def assert_equal(
+    got: Tensor,
+    expected: Tensor,
+    what: str,
+    tolerance: float = 1e-12,
+    *,
+    whole: Tensor | None = None,
+) -> None:
+    """Relative to the largest element, of `whole` where it is given; an expected tensor of zeros
+    alone can't be failed by a gradient that is missing, so there must be another."""
     assert got.shape == expected.shape, (what, got.shape, expected.shape)
     error = (got - expected).abs().max().item() if got.numel() else 0.0
-    scale = expected.abs().max().item() if got.numel() else 0.0
+    scale = (expected if whole is None else whole).abs().max().item() if got.numel() else 0.0
     assert error <= tolerance * max(scale, 1.0), (what, error, scale)
 
 
