@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -299,12 +300,8 @@ def scored_on_what_is_left_out(sizes: Sizes, each: int = 200) -> Iterator[None]:
         rest = replace(found.train, places=torch.tensor(left, device="cpu")).fewer(each)
         return replace(found, held_out=rest)
 
-    genuine = tasks.prepare_passages
-    tasks.prepare_passages = prepare
-    try:
+    with mock.patch.object(tasks, "prepare_passages", prepare):
         yield
-    finally:
-        tasks.prepare_passages = genuine
 
 
 def passages_row(sizes: Sizes) -> Row:

@@ -62,7 +62,7 @@ KEEP = {"method": "distill", "keep": [0]}
         (tables({**FINETUNE, "only": ["a"]}), "rank is 0, with which all weights learn"),
         (tables({"method": "distill", "keep": [2, 1]}), "keep is [2, 1]; name each layer"),
         (tables({"method": "distill", "keep": [-1]}), "keep is [-1]; name each layer"),
-        (tables({"method": "distill", "keep": [1, 1]}), "keep is [1, 1]; name each layer that stays once"),
+        (tables({"method": "distill", "keep": [1, 1]}), "keep is [1, 1]; name each layer that"),
         (tables({"method": "distill", "soft": 0}), 'write method = "finetune"'),
         (tables({"method": "distill", "temperature": 0}), "temperature is 0.0; it must be more"),
         ({**tables(), "step": {"method": "prune"}}, "write [[step]] before each"),
