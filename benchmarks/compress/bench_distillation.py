@@ -5,8 +5,11 @@ student of half of a teacher's layers beside its teacher and beside itself witho
                  linear_cross_entropy and one product more, and beside torch's chain of whole
                  logits: two linears, log_softmax, kl_div
     passages     the BERT of examples/bert_passages.toml, at the sizes of `Sizes`: pretrained once;
-                 for each seed a teacher of 12 layers, and two students that begin with every second
-                 of them and see the same batches: of the labels alone, and of the teacher too
+                 for each seed a teacher, and two students that begin with every second of its
+                 layers and see the same batches equally often: of the labels alone, and of the
+                 teacher too
+    settings     the same of one seed, scored on passages that nothing learns from and that are not
+                 those of the test: what `Sizes` are chosen by; no row is kept
 
     python -m benchmarks distillation --only passages       goes on where it was stopped
 """
@@ -45,7 +48,15 @@ from pyops.tensor_parallel import (
 from pyops.train import tasks, train
 from pyops.train.report.metrics import read_rows
 
-__all__ = ["Sizes", "cases", "passages_row", "peak_of", "run"]
+__all__ = [
+    "Sizes",
+    "cases",
+    "passages_row",
+    "peak_of",
+    "run",
+    "scored_on_what_is_left_out",
+    "show_settings",
+]
 
 TEMPERATURE = 2.0
 SHAPE = (2048, 512, 50304)
@@ -188,7 +199,8 @@ class Sizes:
     batch: int = 32
     passages: int = 400
     """Of each of the eight families."""
-    teacher_epochs: int = 8
+    teacher_epochs: int = 12
+    """Until its accuracy on passages that are left out rises no more."""
     student_epochs: int = 8
     """Of each of the two, with and without the teacher."""
     layer_decay: float = 0.9
@@ -304,6 +316,18 @@ def scored_on_what_is_left_out(sizes: Sizes, each: int = 200) -> Iterator[None]:
         yield
 
 
+def show_settings(sizes: Sizes) -> None:
+    """Print the accuracy of a teacher and its students on passages that are left out.
+
+    Args:
+        sizes: Of the runs.
+    """
+    begin, aside = pretrained(sizes), replace(sizes, folder=f"{sizes.folder}/settings")
+    with scored_on_what_is_left_out(aside):
+        for name, config in runs_of(0, aside, begin):
+            print(f"{name}: {100 * _trained(config):.2f} % of what is left out", flush=True)
+
+
 def passages_row(sizes: Sizes) -> Row:
     """Accuracy in percent of each seed."""
     begin = pretrained(sizes)
@@ -343,6 +367,8 @@ def run(options: Options) -> list[Row]:
         rows = run_cases([make for name, make in cases() if only in name], rounds=options.rounds)
     except FailedCases as error:
         rows, failed = error.rows, error.failed
+    if only == "settings":
+        show_settings(Sizes())
     if only in "passages":
         row = passages_row(Sizes())
         keep_row(row)
