@@ -5,8 +5,11 @@ student of half of a teacher's layers beside its teacher and beside itself witho
                  linear_cross_entropy and one product more, and beside torch's chain of whole
                  logits: two linears, log_softmax, kl_div
     passages     the BERT of examples/bert_passages.toml, at the sizes of `Sizes`: pretrained once;
-                 for each seed a teacher of 12 layers, and two students that begin with every second
-                 of them and see the same batches: of the labels alone, and of the teacher too
+                 for each seed a teacher, and two students that begin with every second of its
+                 layers and see the same batches equally often: of the labels alone, and of the
+                 teacher too
+    settings     the same of one seed, scored on passages that nothing learns from and that are not
+                 those of the test: what `Sizes` are chosen by; no row is kept
 
     python -m benchmarks distillation --only passages       goes on where it was stopped
 """
@@ -19,10 +22,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,16 +38,25 @@ from benchmarks.instruments import machine, report
 from benchmarks.instruments.harness import Case, FailedCases, Row, keep_row, run_cases
 from benchmarks.ops.layers.bench_cross_entropy import taken_by
 from pyops.config import Config, load_config
+from pyops.data.passages import Passages, prepare_passages
 from pyops.tensor_parallel import (
     DivergenceConfig,
     LinearLogits,
     linear_cross_entropy,
     linear_kl_divergence,
 )
-from pyops.train import train
+from pyops.train import tasks, train
 from pyops.train.report.metrics import read_rows
 
-__all__ = ["Sizes", "cases", "passages_row", "peak_of", "run"]
+__all__ = [
+    "Sizes",
+    "cases",
+    "passages_row",
+    "peak_of",
+    "run",
+    "scored_on_what_is_left_out",
+    "show_settings",
+]
 
 TEMPERATURE = 2.0
 SHAPE = (2048, 512, 50304)
@@ -178,14 +192,19 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 class Sizes:
     """How large the runs of `passages_row` are."""
 
-    layers: int = 12
+    layers: int = 4
     """Of the teacher; the students have half of them."""
     dim: int = 64
     pretraining_steps: int = 1500
     batch: int = 32
     passages: int = 400
     """Of each of the eight families."""
-    epochs: int = 4
+    teacher_epochs: int = 12
+    """Until its accuracy on passages that are left out rises no more."""
+    student_epochs: int = 8
+    """Of each of the two, with and without the teacher."""
+    layer_decay: float = 0.9
+    """What the learning rate of a layer is of that of the layer above it."""
     seeds: int = 3
     words: int = 1024
     max_bytes: int = 0
@@ -214,12 +233,11 @@ def _config(name: str, example: str, sizes: Sizes, **settings: Any) -> Config:
     )
 
 
-def _trained(config: Config) -> tuple[float, float]:
-    """Train what is left of a run: its last score, and the seconds that its steps took."""
+def _trained(config: Config) -> float:
+    """Train what is left of a run: its last score."""
     train(config, resume=True)
-    rows = read_rows(config.folder / "metrics.jsonl")
-    seconds = sum(config.train.batch / row["samples_per_s"] for row in rows)
-    return next(v for k, v in rows[-1].items() if k.startswith("validation_")), seconds
+    last = read_rows(config.folder / "metrics.jsonl")[-1]
+    return next(value for name, value in last.items() if name.startswith("validation_"))
 
 
 def pretrained(sizes: Sizes) -> Config:
@@ -243,7 +261,7 @@ def runs_of(seed: int, sizes: Sizes, begin: Config) -> Iterator[tuple[str, Confi
     shared: dict[str, Any] = {
         "train.seed": seed,
         "task.num_passages": sizes.passages,
-        "task.num_epochs": sizes.epochs,
+        "optimizer.layer_decay": sizes.layer_decay,
         "parallel.pp": 1,
         "elastic.freeze": "none",
     }
@@ -251,11 +269,16 @@ def runs_of(seed: int, sizes: Sizes, begin: Config) -> Iterator[tuple[str, Confi
         f"teacher-{seed}",
         "bert_passages.toml",
         sizes,
-        **{**shared, "task.pretrained": str(begin.folder)},
+        **{
+            **shared,
+            "task.pretrained": str(begin.folder),
+            "task.num_epochs": sizes.teacher_epochs,
+        },
     )
     yield "teacher", teacher
     half = {
         **shared,
+        "task.num_epochs": sizes.student_epochs,
         "bert.num_layers": sizes.layers // 2,
         "distill.teacher": str(teacher.folder),
         "distill.keep": list(range(0, sizes.layers, 2)),
@@ -265,17 +288,55 @@ def runs_of(seed: int, sizes: Sizes, begin: Config) -> Iterator[tuple[str, Confi
         yield name, _config(f"{name.replace(' ', '-')}-{seed}", "distill.toml", sizes, **given)
 
 
+@contextmanager
+def scored_on_what_is_left_out(sizes: Sizes, each: int = 200) -> Iterator[None]:
+    """Runs within are scored on passages of the training part that no run of these sizes learns
+    from, and never on the test split: this is where `Sizes` are from.
+
+    Args:
+        sizes: Whose passages learn.
+        each: So many of each family at most are scored.
+
+    Raises:
+        ValueError: Where nothing is left out.
+    """
+
+    def prepare(*args: Any, **kwargs: Any) -> Passages:
+        found = prepare_passages(*args, **kwargs)
+        learnt = {tuple(place) for place in found.train.fewer(sizes.passages).places.tolist()}
+        left = [p for p in found.train.places.tolist() if tuple(p) not in learnt]
+        if not left:
+            raise ValueError(
+                f"passages is {sizes.passages}, all that there are, or more; give fewer"
+            )
+        rest = replace(found.train, places=torch.tensor(left, device="cpu")).fewer(each)
+        return replace(found, held_out=rest)
+
+    with mock.patch.object(tasks, "prepare_passages", prepare):
+        yield
+
+
+def show_settings(sizes: Sizes) -> None:
+    """Print the accuracy of a teacher and its students on passages that are left out.
+
+    Args:
+        sizes: Of the runs.
+    """
+    begin, aside = pretrained(sizes), replace(sizes, folder=f"{sizes.folder}/settings")
+    with scored_on_what_is_left_out(aside):
+        for name, config in runs_of(0, aside, begin):
+            print(f"{name}: {100 * _trained(config):.2f} % of what is left out", flush=True)
+
+
 def passages_row(sizes: Sizes) -> Row:
-    """Accuracy in percent of each seed, and seconds of training."""
+    """Accuracy in percent of each seed."""
     begin = pretrained(sizes)
     found: dict[str, list[float]] = {}
-    seconds: dict[str, list[float]] = {}
     for seed in range(sizes.seeds):
         for name, config in runs_of(seed, sizes, begin):
-            accuracy, taken = _trained(config)
+            accuracy = _trained(config)
             found.setdefault(name, []).append(round(100 * accuracy, 2))
-            seconds.setdefault(name, []).append(round(taken, 1))
-            print(f"seed {seed}, {name}: {100 * accuracy:.2f} %, {taken:.0f} s", flush=True)
+            print(f"seed {seed}, {name}: {100 * accuracy:.2f} %", flush=True)
     teacher, alone, distilled = (found[name] for name in ("teacher", *STUDENTS))
     of_teacher = [s / t for s, t in zip(distilled, teacher, strict=True)]
     return {
@@ -288,7 +349,6 @@ def passages_row(sizes: Sizes) -> Row:
         "unit": "%",
         "by_method": {name: round(statistics.mean(each), 2) for name, each in found.items()},
         "accuracy": found,
-        "seconds": seconds,
         "of_teacher": round(min(of_teacher), 4),
         "points_above_alone": round(min(s - a for s, a in zip(distilled, alone, strict=True)), 2),
         "least": {"of_teacher": AIM, "points_above_alone": 0.01},
@@ -307,6 +367,8 @@ def run(options: Options) -> list[Row]:
         rows = run_cases([make for name, make in cases() if only in name], rounds=options.rounds)
     except FailedCases as error:
         rows, failed = error.rows, error.failed
+    if only == "settings":
+        show_settings(Sizes())
     if only in "passages":
         row = passages_row(Sizes())
         keep_row(row)

@@ -26,7 +26,7 @@ from pyops.quantized import QuantizedLinear
 from pyops.quantized.layers import is_conv1d, is_head
 from pyops.tensor_parallel import ColumnParallelLinear, LowRank, RowParallelLinear
 
-__all__ = ["LoRA", "attach", "linear_layers"]
+__all__ = ["LoRA", "attach", "check_adapters", "linear_layers"]
 
 
 _WITH_ADAPTERS = ColumnParallelLinear | RowParallelLinear | QuantizedLinear
@@ -86,16 +86,7 @@ class LoRA:
         seed: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layers = linear_layers(model)
-        if only is None:
-            names = [
-                name
-                for name, layer in layers.items()
-                if not is_head(model, layer) and sizes(layer)[1] >= rank
-            ]
-        else:
-            names = matching(list(layers), only, what="only")
-        ranks = dict.fromkeys(names, rank)
+        ranks = dict.fromkeys(_names(model, rank, only), rank)
         attach(model, ranks, scale=alpha / max(rank, 1), dropout=dropout, seed=seed, dtype=dtype)
         self._set(model, alpha=alpha, rank=rank, dropout=dropout)
 
@@ -197,6 +188,32 @@ class LoRA:
             else:
                 layer.adapter = None  # type: ignore[assignment]
         self.layers = {}
+
+
+def _names(model: nn.Module, rank: int, only: Sequence[str] | None) -> list[str]:
+    """Of the layers that would have an adapter."""
+    layers = linear_layers(model)
+    if only is not None:
+        return matching(list(layers), only, what="only")
+    return [
+        name
+        for name, layer in layers.items()
+        if not is_head(model, layer) and sizes(layer)[1] >= rank
+    ]
+
+
+def check_adapters(model: nn.Module, *, rank: int, only: Sequence[str] | None = None) -> None:
+    """Refuse what `LoRA` would, and change nothing; the parameters need no memory.
+
+    Args:
+        model: As of `LoRA`.
+        rank: As of `LoRA`.
+        only: As of `LoRA`.
+
+    Raises:
+        ValueError: As of `LoRA`.
+    """
+    _check(model, dict.fromkeys(_names(model, rank, only), rank), 0.0)
 
 
 def _check(model: nn.Module, ranks: dict[str, int], dropout: float) -> None:

@@ -32,7 +32,7 @@ from pyops.compress.measuring import (
     tensor_bytes,
     time_models,
 )
-from pyops.compress.methods import Work, apply_step, check_step
+from pyops.compress.methods import Work, apply_step, check_step, skeleton_of
 from pyops.compress.methods.work import Facts
 from pyops.compress.picture import check_picture, draw
 from pyops.compress.report import CompressReport, StageReport
@@ -123,9 +123,9 @@ class _Run:
         except ValueError as error:  # of heads that the ranks can't share
             raise ConfigError(f"{config.model.folder} on {ranks.size} ranks: {error}") from None
         with ranks_agree(ranks.group):
-            layers = model.config.num_layers
+            skeleton = skeleton_of(model)
             for number, step in enumerate(config.steps, start=1):
-                layers = _checked(number, step, layers)
+                skeleton = _checked(number, step, skeleton, ranks)
         texts = Texts.prepare(config, folder.tokenizer, device)
         return cls(config, ranks, texts, model, dtype)
 
@@ -290,8 +290,8 @@ def _dtype(config: CompressConfig) -> torch.dtype:
     return found
 
 
-def _checked(number: int, step: Step, layers: int) -> int:
+def _checked(number: int, step: Step, skeleton: Any, ranks: Ranks) -> Any:
     try:
-        return check_step(step, layers)
+        return check_step(step, skeleton, ranks)
     except ConfigError as error:
         raise ConfigError(f"step {number} ({step.method}): {error}") from None

@@ -212,6 +212,11 @@ class PruneStep(Step):
             raise ValueError(f"scope is {self.scope!r}, which pattern has no use for; leave it out")
         if self.permute and self.pattern != "2:4":
             raise ValueError(f'permute is true, but pattern is {self.pattern!r}; it is for "2:4"')
+        if self.least > 1.0 - self.sparsity:
+            raise ValueError(
+                f"least is {self.least:g}, but a sparsity of {self.sparsity:g} leaves "
+                f"{1.0 - self.sparsity:.4g} of all weights; give a least of that or less"
+            )
         if self.least and self.scope != "global":
             raise ValueError(
                 f'least is {self.least:g}, but scope is {self.scope!r}; it is for "global"'

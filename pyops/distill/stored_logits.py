@@ -77,7 +77,6 @@ def write_logits(
     target = Path(folder)
     if (target / INDEX).exists():
         raise FileExistsError(f"{target} holds stored logits already; choose another folder")
-    target.mkdir(parents=True, exist_ok=True)
     hashes = []
     for number, batch in enumerate(batches):
         with torch.no_grad():
@@ -85,10 +84,12 @@ def write_logits(
         logits = found if isinstance(found, Tensor) else found.logits
         if top > logits.shape[-1]:
             raise ValueError(f"top is {top}; the teacher has {logits.shape[-1]} words")
+        target.mkdir(parents=True, exist_ok=True)
         save_file(
             _most_probable(logits, top, temperature), target / f"batch_{number:06d}.safetensors"
         )
         hashes.append(_hash(batch))
+    target.mkdir(parents=True, exist_ok=True)
     index = {"temperature": temperature, "top": top, "batches": hashes}
     (target / INDEX).write_text(json.dumps(index))
     return len(hashes)
@@ -117,7 +118,7 @@ def read_logits(
 
     Raises:
         FileNotFoundError: the folder holds no stored logits.
-        ValueError: a batch is another one than the teacher saw.
+        ValueError: a batch is another one than the teacher saw, or there are fewer.
     """
     source = Path(folder)
     if not (source / INDEX).exists():
@@ -126,8 +127,13 @@ def read_logits(
     given = iter(batches) if batches is not None else None
     for number, expected in enumerate(index["batches"]):
         if given is not None:
-            seen = _hash(next(given))
-            if seen != expected:
+            batch = next(given, None)
+            if batch is None:
+                raise ValueError(
+                    f"batches end after {number}, but the teacher of {source} saw "
+                    f"{len(index['batches'])}; give as many, or None to check none"
+                )
+            if _hash(batch) != expected:
                 raise ValueError(
                     f"batch {number} is another than the teacher of {source} saw; give the same "
                     "tokens in the same order, of the same tokenizer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks.compress import bench_distillation as bench
 from benchmarks.instruments.verdicts import verdicts
+from pyops.data import DataConfig
 from pyops.train.report.metrics import read_rows
 
 pytestmark = pytest.mark.cpu_only
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.cpu_only
 def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     sizes = bench.Sizes(
-        layers=2, dim=8, pretraining_steps=2, batch=8, passages=2, epochs=1, seeds=1, words=258,
+        layers=2, dim=8, pretraining_steps=2, batch=8, passages=2,
+        teacher_epochs=1, student_epochs=1, seeds=1, words=258,
         max_bytes=1 << 16, folder=str(tmp_path / "runs"),
     )  # fmt: skip
     row = bench.passages_row(sizes)
@@ -34,9 +37,25 @@ def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest
         for name in ("alone", "distilled")
     )
     assert own != other, "the same loss with and without a teacher"
+    metrics = tmp_path / "runs" / "teacher-0" / "metrics.jsonl"
+    before = metrics.read_text()
     again = bench.passages_row(sizes)
     assert again["accuracy"] == row["accuracy"]
-    assert again["seconds"] == row["seconds"], "finished runs were trained again"
+    assert metrics.read_text() == before, "a finished run was trained again"
+    place = DataConfig("stdlib", max_bytes=sizes.max_bytes, validation_fraction=0.25)
+    found = {}
+    contexts = {"test": nullcontext(), "left out": bench.scored_on_what_is_left_out(sizes)}
+    for name, context in contexts.items():
+        with context:
+            found[name] = bench.tasks.prepare_passages(place, vocab_size=258, length=64)
+    train, left = found["test"].train, found["left out"].held_out
+    assert len(left) >= 8
+    assert left.stream.equal(train.stream), "of the training part, not of the ends that are tested"
+    learnt, rest, every = (
+        {tuple(place) for place in rows.places.tolist()} for rows in (train.fewer(2), left, train)
+    )
+    assert rest <= every - learnt
+    assert found["left out"].train.places.equal(train.places)
 
 
 def test_all_three_steps_are_of_the_same_models():

@@ -96,10 +96,20 @@ def test_the_scheme_of_a_step(options, scheme):
     assert quantizing.scheme_of(QuantizeStep(**options)) == scheme
 
 
+def sure_teacher() -> GPT:
+    """Whose words are far from equally likely: of a teacher that says nothing, every temperature
+    has the same loss."""
+    teacher = GPT(SHAPE, seed=1).eval()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    return teacher
+
+
 def test_the_terms_of_distillation():
     """The loss of the first batch is that of the options, from the teacher's words."""
     step = DistillStep(num_steps=1, soft=0.25, hard=0.75, hidden=0.125, temperature=3.0, keep=(1,))
-    teacher = GPT(SHAPE, seed=1).eval()
+    teacher = sure_teacher()
     work = work_on(teacher=teacher)
     student = learned.student_from_layers(work.model, [1])
     options = DistillationConfig(soft=0.25, hard=0.75, hidden=0.125, temperature=3.0)
@@ -112,11 +122,7 @@ def test_the_terms_of_distillation():
 
 def test_the_student_learns_from_the_teacher():
     """The same batch again and again: what the teacher says of it, the student says in the end."""
-    teacher = GPT(SHAPE, seed=1).eval()
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
-    work = work_on(teacher=teacher)
+    work = work_on(teacher=sure_teacher())
     step = DistillStep(num_steps=30, lr=2e-2, warmup_steps=3, hard=0.0, temperature=1.0)
     apply_step(work, step)
     assert work.facts["first_loss"] > 0.02

@@ -30,6 +30,8 @@ DISTILL = {
     "warmup_steps": 3,
 }
 FINETUNE = {"method": "finetune", "num_steps": 30, "lr": 5e-3, "warmup_steps": 3}
+PRUNE = {"method": "prune", "sparsity": 0.5}
+QUANTIZE = {"method": "quantize"}
 
 
 @pytest.fixture(scope="module")
@@ -171,17 +173,45 @@ def test_a_folder_with_another_model_is_seen(folder, monkeypatch):
         ({"data": {"sequence_length": 65}}, "data.sequence_length is 65, but the model of"),
         ({"measure": {"new_tokens": 99}}, "new_tokens are 107 together, but the model of"),
         ({"batch": 999}, "fewer than a batch of 999"),
+        ({"then": {**PRUNE, "only": ["blocks.2.*"]}}, "(prune): only: 'blocks.2.*' matches none"),
+        ({"then": {"method": "prune", "pattern": "3:5"}}, "no multiple of 5"),
+        ({"then": {**QUANTIZE, "only": ["*.upp"]}}, "step 2 (quantize): only: '*.upp' matches"),
+        ({"then": {**QUANTIZE, "weights": "int4", "group": 24}}, "has 32 inputs on a rank; give"),
+        ({"then": {**FINETUNE, "rank": 33}}, "step 2 (finetune): rank is 33, but blocks.0"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_step(folder, monkeypatch, changes, said):
     monkeypatch.setattr(run, "apply_step", lambda *_: pytest.fail("a step ran"))
     distill = {**DISTILL, "batch": changes.get("batch", 4), "keep": changes.get("keep", [0, 1])}
     steps = [distill] + ([{**DISTILL, "keep": changes["again"]}] if "again" in changes else [])
+    steps += [changes["then"]] if "then" in changes else []
     place = folder.parent / changes["folder"] if "folder" in changes else folder
     sections = {name: changes[name] for name in ("data", "measure") if name in changes}
     with pytest.raises(ValueError) as refused:
         compress(run_of(place, changes.get("output", "never"), *steps, **sections), device="cpu")
     assert said in str(refused.value)
+    assert left(folder) == []
+
+
+def refused_on_rank(rank: int, group: object, folder: Path) -> list[str]:
+    """What is said where one rank has a step that does not fit, and where all have."""
+    said = []
+    for step in ({**DISTILL, "keep": [0, 9 if rank else 1]}, {**PERMUTED, "num_steps": 0}):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as refused:
+            patch.setattr(run, "apply_step", lambda *_: pytest.fail("a step ran"))
+            compress(run_of(folder, "never", FINETUNE, step), device="cpu")
+        said.append(str(refused.value))
+    return said
+
+
+PERMUTED = {"method": "prune", "pattern": "2:4", "permute": True}
+
+
+def test_every_rank_refuses_what_does_not_fit(folder, world):
+    first, second = world(2).run(refused_on_rank, folder)
+    assert first == second
+    assert "step 2 (distill): keep is [0, 9], but the model has 4 layers" in first[0]
+    assert "step 2 (prune): permute wants the whole model on a rank, and 2 share" in first[1]
     assert left(folder) == []
 
 

@@ -62,6 +62,7 @@ KEEP = {"method": "distill", "keep": [0]}
         (tables({**FINETUNE, "only": ["a"]}), "rank is 0, with which all weights learn"),
         (tables({"method": "distill", "keep": [2, 1]}), "keep is [2, 1]; name each layer"),
         (tables({"method": "distill", "keep": [-1]}), "keep is [-1]; name each layer"),
+        (tables({"method": "distill", "keep": [1, 1]}), "keep is [1, 1]; name each layer that"),
         (tables({"method": "distill", "soft": 0}), 'write method = "finetune"'),
         (tables({"method": "distill", "temperature": 0}), "temperature is 0.0; it must be more"),
         ({**tables(), "step": {"method": "prune"}}, "write [[step]] before each"),
@@ -82,6 +83,10 @@ KEEP = {"method": "distill", "keep": [0]}
         (tables({**PRUNE, "sparsity": 1.0}), "sparsity is 1.0; it must be 0 or more, less than 1"),
         (tables({**PRUNE, "permute": True}), "permute is true, but pattern is ''"),
         (tables({**PRUNE, "least": 0.1}), "least is 0.1, but scope is 'layer'"),
+        (
+            tables({**PRUNE, "least": 0.6, "scope": "global"}),
+            "least is 0.6, but a sparsity of 0.5 leaves 0.5 of all weights",
+        ),
         (tables({**PRUNE, "how": "slowly"}), "how is 'slowly'; it must be one of gradual, once"),
         (tables({**QUANTIZE, "weights": "int5"}), "weights is 'int5'; it must be one of"),
         (tables({**QUANTIZE, "weights": "int4", "activations": "token"}), "whose products take"),

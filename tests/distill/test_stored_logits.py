@@ -102,6 +102,8 @@ def test_other_tokens_than_the_teacher_saw(tmp_path: Path):
     write_logits(teacher(), batches(), tmp_path / "seen", top=2)
     with pytest.raises(ValueError, match="batch 0 is another"):
         list(read_logits(tmp_path / "seen", reversed(batches())))
+    with pytest.raises(ValueError, match=f"end after 1, but .* saw {len(batches())}"):
+        list(read_logits(tmp_path / "seen", batches()[:1]))
     with pytest.raises(FileExistsError, match="holds stored logits"):
         write_logits(teacher(), batches(), tmp_path / "seen")
     with pytest.raises(FileNotFoundError, match="no stored logits"):
@@ -115,6 +117,7 @@ def test_other_tokens_than_the_teacher_saw(tmp_path: Path):
 def test_bad_options(tmp_path: Path, options: dict[str, Any], says: str):
     with pytest.raises(ValueError, match=says):
         write_logits(teacher(), batches(), tmp_path / "bad", **options)
+    assert not (tmp_path / "bad").exists()
 
 
 def test_bad_stored_words(tmp_path: Path):

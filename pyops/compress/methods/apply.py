@@ -17,14 +17,13 @@ from pyops.compress.methods.work import Facts, Work
 from pyops.compress.steps import (
     DistillStep,
     FinetuneStep,
-    LayersStep,
     PruneStep,
     QuantizeStep,
     Step,
 )
 from pyops.config import ConfigError
 
-__all__ = ["METHODS", "apply_step", "check_step"]
+__all__ = ["METHODS", "apply_step"]
 
 METHODS: dict[type[Step], Callable[[Work, Any], Facts]] = {
     DistillStep: distill,
@@ -32,29 +31,6 @@ METHODS: dict[type[Step], Callable[[Work, Any], Facts]] = {
     PruneStep: prune,
     QuantizeStep: quantize,
 }
-
-
-def check_step(step: Step, num_layers: int) -> int:
-    """Refuse what does not fit a model, before anything runs.
-
-    Args:
-        step: The step.
-        num_layers: Of the model that it begins with.
-
-    Returns:
-        The number of layers that it leaves.
-
-    Raises:
-        ConfigError: Naming what does not fit.
-    """
-    if not isinstance(step, LayersStep) or not step.keep:
-        return num_layers
-    if step.keep[-1] >= num_layers:
-        raise ConfigError(
-            f"keep is {list(step.keep)}, but the model has {num_layers} layers then, 0 to "
-            f"{num_layers - 1}; name some of these"
-        )
-    return len(step.keep)
 
 
 def apply_step(work: Work, step: Step) -> None:

@@ -10,7 +10,6 @@ from pyops.compress.learning import adamw
 from pyops.compress.methods.work import Facts, Work
 from pyops.compress.steps import PruneStep
 from pyops.compress.text import Batch
-from pyops.config import ConfigError
 from pyops.pruning import (
     NM,
     CubicSchedule,
@@ -38,11 +37,6 @@ def prune(work: Work, step: PruneStep) -> Facts:
     facts: Facts = {}
     work.release_masks()
     if step.permute:
-        if work.ranks.size > 1:
-            raise ConfigError(
-                f"{step.label}: permute wants the whole model on a rank, and {work.ranks.size} "
-                "share its layers; run it on one, or set permute to false"
-            )
         gains = permute(model, seed=step.seed).gains.values()
         facts["kept_magnitude"] = {
             name: sum(getattr(gain, name) for gain in gains) / len(gains)
