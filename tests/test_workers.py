@@ -3,6 +3,7 @@ failure."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -63,3 +64,16 @@ def test_a_dead_rank_is_reported_with_its_exit_code():
     first, second = spawn_ranks(2, _die_on_1, timeout=20)
     assert first.result == "alive"
     assert second.exitcode == 3
+
+
+def _objects(rank, group):
+    return len(gc.get_objects()), gc.get_freeze_count()
+
+
+def test_a_rank_begins_with_hardly_an_object_to_collect(monkeypatch, tmp_path):
+    """Those of modules are frozen, from whatever folder the first rank is started."""
+    monkeypatch.chdir(tmp_path)
+    (outcome,) = spawn_ranks(1, _objects, timeout=30)
+    to_look_at, frozen = outcome.result
+    assert frozen > 100_000
+    assert to_look_at < frozen // 10

@@ -22,6 +22,7 @@ import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -151,8 +152,13 @@ for _cls in (torch.Tensor, torch.nn.Parameter):
 def fork_server() -> Any:
     """The context of multiprocessing whose processes have imported what ranks use."""
     context = multiprocessing.get_context("forkserver")
-    # Where the working directory is not the root of the repository, tests.preloaded is not found.
     context.set_forkserver_preload(["tests.preloaded", *PRELOADED])
+    folder = os.getcwd()
+    os.chdir(ROOT)  # where the server finds tests.preloaded; a process begins where its parent is
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
     return context
 
 
