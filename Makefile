@@ -40,7 +40,7 @@ test: $(VENV)/.built
 
 test-full: $(VENV)/.built
 	$(BIN)/python -m tests.byte_code
-	$(BIN)/python -m pytest tests -m full $(PARALLEL)
+	$(BIN)/python -m pytest tests -m "full and not cluster" $(PARALLEL)
 
 cluster: $(VENV)/.cluster
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m "cluster and not full"

@@ -5,6 +5,7 @@ stopped in time, and looked over.
 |---|---|
 | joining.py | join: which rank this process is, and the process group |
 | rendezvous.py | the ranks of one attempt meet in a store |
+| interfaces.py | network interfaces that the environment names and the host lacks |
 | requeue.py | Slurm starts a run again that its time limit or a preemption has ended |
 | texts.py, starting.py | what `pyops launch` writes, and starts |
 | facts.py, doctor.py | what `pyops doctor` asks of every rank, and what it finds |

