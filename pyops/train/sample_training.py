@@ -41,14 +41,13 @@ from pyops.elastic import (
 from pyops.host_heap import trim_after
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
-from pyops.tensor_parallel.grids import Grid
 from pyops.train.host.ranks import StopRequest
 from pyops.train.initial_weights import FirstValues, class_teacher, kept_layers, weights_of
 from pyops.train.loop import Row, StepResult, Training, check_same_options, refuse_folder_checkpoint
 from pyops.train.report.display import describe_transition
 from pyops.train.report.metrics import peak_memory_gib
 from pyops.train.report.outcome import Outcome
-from pyops.train.setup.recipe import make_mesh, make_named_optimizer, num_parameters
+from pyops.train.setup.recipe import make_mesh, make_named_optimizer, num_parameters, on_grid
 from pyops.train.tasks import make_task
 
 __all__ = ["SampleTraining"]
@@ -93,8 +92,7 @@ class SampleTraining(Training):
         # Ranks give memory to their own layers.
         model = self._model(device=torch.device("meta"), context=context)
         if context is not None:
-            row = model.shared_rows.row(self.task.tokens)
-            self.task.places = row.index(device=self.device)
+            self.task.places = model.shared_rows.row(self.task.tokens).index(device=self.device)
         self.num_parameters = num_parameters(model)
         keep = config.distill.keep
         initialize = FirstValues(
@@ -168,15 +166,9 @@ class SampleTraining(Training):
         """The task's, without values; on a grid, this rank's part of it. ConfigError for heads that
         the grid does not divide."""
         where: dict[str, Any] = {"device": device, "dtype": self.precision.dtype}
-        parallel = self.config.parallel
-        if parallel.grid == "1d":
+        if self.config.parallel.grid == "1d":
             return self.task.model(seed=None, context=context, **where)
-        task: Any = self.task  # over images, as the configuration was checked
-        mesh = make_mesh(self.config, device_type=self.device.type)
-        try:
-            return task.model(seed=None, group=Grid.of(mesh, mode=parallel.grid), **where)
-        except ValueError as error:
-            raise ConfigError(f"parallel.tp is {parallel.tp}: {error}") from None
+        return on_grid(self.config, self.task.model, device_type=self.device.type, **where)
 
     def _context(self) -> ContextRanks | None:
         """The ranks that share out the tokens of samples with this one."""

@@ -30,13 +30,7 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.failure import CommunicationError
-from pyops.elastic.config import (
-    RENAMED,
-    ElasticCallbacks,
-    ElasticConfig,
-    ElasticData,
-    ElasticRun,
-)
+from pyops.elastic.config import RENAMED, ElasticCallbacks, ElasticConfig, ElasticData, ElasticRun
 from pyops.elastic.frozen.host_cache import CacheOptions
 from pyops.elastic.layout.layer_memory import drop_memory
 from pyops.elastic.layout.layer_moves import LayerState, carry
@@ -52,8 +46,14 @@ from pyops.elastic.policy.freeze_policies import Policy, decide_together
 from pyops.elastic.runtime.layout_change import LayoutChange
 from pyops.elastic.runtime.rank_runtime import RankRuntime, RuntimeOptions
 from pyops.elastic.runtime.replica_worker import MakeOptimizer
-from pyops.elastic.runtime.run_checks import check_agreed, check_run, plain, why_not_moved
-from pyops.elastic.runtime.run_state import run_of, saved, states_of
+from pyops.elastic.runtime.run_checks import (
+    check_agreed,
+    check_run,
+    layer_costs,
+    plain,
+    why_not_moved,
+)
+from pyops.elastic.runtime.run_state import merged_meter, run_of, saved, states_of
 from pyops.elastic.runtime.scoring import scored
 from pyops.mesh import check_initialized
 from pyops.pipeline import Profile
@@ -126,7 +126,7 @@ class Elastic:
                 has_policy=self.policy is not None,
             )
             self._replicas = self.ranks // (self.run.stages * self.run.context * self.run.tensor)
-            self._costs = self._layer_costs()
+            self._costs = layer_costs(self.run, self.layers)
             self._packing = self._packing_config()
             first = self._pack(0)
             cache = self._cache_options(callbacks.rows_of)
@@ -160,11 +160,6 @@ class Elastic:
             everyone=self._groups,
         )
         self._runtime.enter(first, self._layout(first), {}, first=True)
-
-    def _layer_costs(self) -> Profile | Sequence[float]:
-        if self.run.costs is not None:
-            return self.run.costs
-        return [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers.values()]
 
     def _packing_config(self) -> PackingConfig:
         """The options of `pack`; a micro-batch costs a stage as much as one sample more, unless a
@@ -417,8 +412,8 @@ class Elastic:
             error = caught
         self._runtime.barrier("evaluate", error or self._runtime.failure)
         # Ranks that share weights have the same score, which counts once.
-        own = total if self._runtime.is_first else 0.0
-        return sum(gather(own, group=self._groups.control_group))
+        total *= self._runtime.is_first
+        return sum(gather(total, group=self._groups.control_group))
 
     def _portions(self, count: int) -> list[PaddedBatch]:
         """This replica's part of `count` held-out samples."""
@@ -499,15 +494,14 @@ class Elastic:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any
         number of ranks goes on from it. A collective."""
         self._catch_up("state_dict")
+        meter = self._runtime.meter.state_dict() if self._runtime.worker is not None else None
         run = {
             "frozen": self.frozen,
             "steps": self.steps,
             "since": self._since,
             "sampler": self.sampler.state_dict(),
             "policy": None if self.policy is None else self.policy.state_dict(),
-            "meter": self._merged_meter(
-                self._runtime.meter.state_dict() if self._runtime.worker is not None else None
-            ),
+            "meter": merged_meter(gather(meter, group=self._groups.control_group), self.layout),
         }
         tensors = saved(
             self.states(),
@@ -516,15 +510,6 @@ class Elastic:
             is_first=self._runtime.is_first,
         )
         return {**tensors, "elastic": run}
-
-    def _merged_meter(self, meter: dict[str, Any] | None) -> dict[str, Any]:
-        """Of all stages together."""
-        layout = self.layout
-        several = [
-            each for each in gather(meter, group=self._groups.control_group) if each is not None
-        ][:: layout.context][: layout.stages * layout.tensor]
-        squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
-        return {"squares": squares, "steps": several[0]["steps"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, of any number of ranks; tensors may be on disk still. A
@@ -551,8 +536,7 @@ class Elastic:
         self._runtime.enter(packing, layout, states)
         if self._runtime.worker is not None:
             pairs = zip(run["meter"]["squares"], self._runtime.held, strict=True)
-            first = self._runtime.is_first
-            mine = [square if here and first else 0.0 for square, here in pairs]
+            mine = [s if here and self._runtime.is_first else 0.0 for s, here in pairs]
             self._runtime.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
 
     def _read(self, state: Mapping[str, Any]) -> tuple[Packing, Layout, dict[int, LayerState]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pyops.comm.agreement import check_same
 from pyops.elastic.config import ElasticConfig, ElasticData, ElasticRun
+from pyops.pipeline import Profile
 from pyops.protocols import PrunedParameter
 
-__all__ = ["check_agreed", "check_run", "plain", "why_not_moved"]
+__all__ = ["check_agreed", "check_run", "layer_costs", "plain", "why_not_moved"]
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -201,6 +202,18 @@ def _check_norms(name: str, layer: nn.Module) -> None:
                 "layout and with the rows that fill up a batch; use a norm over a row's own "
                 "values, such as LayerNorm or GroupNorm"
             )
+
+
+def layer_costs(run: ElasticRun, layers: Mapping[str, nn.Module]) -> Profile | Sequence[float]:
+    """What each layer costs: `run.costs`, or the number of its parameters.
+
+    Args:
+        run: Of the layers.
+        layers: All of the model, by name.
+    """
+    if run.costs is not None:
+        return run.costs
+    return [float(sum(p.numel() for p in layer.parameters())) for layer in layers.values()]
 
 
 def check_agreed(

@@ -18,10 +18,11 @@ from torch import nn
 
 from pyops.elastic.layout.layer_memory import values_of
 from pyops.elastic.layout.layer_moves import LayerState
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.shared_weights import part_of, placements_of, shard_of
 from pyops.flat import Placement, Shard, Shards
 
-__all__ = ["run_of", "saved", "states_of"]
+__all__ = ["merged_meter", "run_of", "saved", "states_of"]
 
 
 def saved(
@@ -56,6 +57,19 @@ def saved(
         for name, own in each["slots"].items()
     }
     return {"model": model, "optimizer": slots}
+
+
+def merged_meter(meters: Sequence[dict[str, Any] | None], layout: Layout) -> dict[str, Any]:
+    """What the ranks of the first replica observed, all stages and parts of weights together.
+
+    Args:
+        meters: The state of each rank's; None of an idle one.
+        layout: The present one.
+    """
+    active = [each for each in meters if each is not None][:: layout.context]
+    several = active[: layout.stages * layout.tensor]
+    squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
+    return {"squares": squares, "steps": several[0]["steps"]}
 
 
 def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mapping[str, Any]:

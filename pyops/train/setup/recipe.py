@@ -47,6 +47,7 @@ __all__ = [
     "make_named_optimizer",
     "make_optimizer",
     "num_parameters",
+    "on_grid",
     "optimizer_maker",
     "recompute_modules",
 ]
@@ -128,6 +129,28 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
     if config.train.compile and not later:
         compile_blocks(model.blocks)
     return model
+
+
+def on_grid(
+    config: Config, make: Callable[..., nn.Module], *, device_type: str, **where: Any
+) -> nn.Module:
+    """A model whose layers the ranks of [parallel] grid share, without values. A collective.
+
+    Args:
+        config: The run's configuration.
+        make: Makes it, of a group.
+        device_type: Of the ranks' devices.
+        where: Device and dtype of the parameters.
+
+    Raises:
+        ConfigError: The ranks can't share the heads.
+    """
+    parallel = config.parallel
+    mesh = make_mesh(config, device_type=device_type)
+    try:
+        return make(seed=None, group=Grid.of(mesh, mode=parallel.grid), **where)
+    except ValueError as error:
+        raise ConfigError(f"parallel.tp is {parallel.tp}: {error}") from None
 
 
 def num_parameters(model: nn.Module) -> int:
