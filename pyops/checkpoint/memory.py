@@ -198,7 +198,7 @@ class MemoryCheckpoints:
                     continue  # what follows is received still, so that no rank waits
                 try:
                     with open(aside / incoming[turn][0], "ab") as file:
-                        file.write(memoryview(arrived.numpy()))
+                        file.write(arrived.numpy().data)
                 except OSError as caught:
                     error = self._refusal(caught)
         if error is None:
