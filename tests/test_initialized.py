@@ -103,6 +103,7 @@ def whole(model: nn.Module) -> Any:
 
 CALLS: dict[str, Callable[[], Any]] = {
     "checkpoint.BackgroundSaver": lambda: checkpoint.BackgroundSaver().save("never", {}),
+    "checkpoint.MemoryCheckpoints": lambda: checkpoint.MemoryCheckpoints("never", run="a1"),
     "checkpoint.Checkpoints": lambda: checkpoint.Checkpoints("never").save(1, {}),
     "checkpoint.load": lambda: checkpoint.load("never"),
     "checkpoint.save": lambda: checkpoint.save("never", {}),

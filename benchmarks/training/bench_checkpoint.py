@@ -1,5 +1,5 @@
-"""How long a checkpoint keeps training waiting: saved in the background, beside saved at once; and
-both read back and compared.
+"""How long a checkpoint keeps training waiting: saved in the background, or in memory and to a
+neighbor's, beside saved at once; and all read back and compared.
 
 Saves take turns; each goes to a folder of its own under TMPDIR, and is flushed to the disk. The
 first of each, which makes the copy's memory and the files' blocks, is left out.
@@ -23,7 +23,7 @@ import torch.multiprocessing
 
 from benchmarks.instruments import machine
 from benchmarks.instruments.harness import Row, format_row, quantiles
-from pyops.checkpoint import BackgroundSaver, load, save
+from pyops.checkpoint import BackgroundSaver, MemoryCheckpoints, load, save
 from pyops.flat import Shard
 
 __all__ = ["run"]
@@ -33,6 +33,7 @@ TENSORS = 64
 ROUNDS = 5
 SIZES = (1, 2)  # processes
 AIM = 10.0  # times shorter
+IN_MEMORY = "/dev/shm"  # where a disk takes no part
 
 
 def _check(folder: Path, state: dict[str, dict[str, Shard]]) -> None:
@@ -64,7 +65,8 @@ def _measure(folder: Path, rounds: int, *, rank: int = 0, size: int = 1) -> dict
         }
     }
     saver = BackgroundSaver()
-    seconds: dict[str, list[float]] = {"background": [], "at once": []}
+    memory = MemoryCheckpoints(IN_MEMORY, run=folder.name.rpartition("-")[2])
+    seconds: dict[str, list[float]] = {"background": [], "memory": [], "at once": []}
     for turn in range(rounds + 1):
         start = time.perf_counter()
         saver.save(folder / "background", state)
@@ -72,13 +74,22 @@ def _measure(folder: Path, rounds: int, *, rank: int = 0, size: int = 1) -> dict
         saver.wait()
         _slowest(0.0)
         start = time.perf_counter()
+        memory.save(turn, state)
+        handed = _slowest(time.perf_counter() - start)
+        start = time.perf_counter()
         save(folder / "at_once", state)
         waited = _slowest(time.perf_counter() - start)
         if turn:
             seconds["background"].append(blocked)
+            seconds["memory"].append(handed)
             seconds["at once"].append(waited)
     for way in ("background", "at_once"):
         _check(folder / way, state)
+    recovered, _ = memory.recover(folder / "recovered", newer_than=-1)
+    if recovered is None:
+        raise AssertionError(f"{memory.folder} has no whole step")
+    _check(recovered, state)
+    memory.remove()
     return seconds
 
 

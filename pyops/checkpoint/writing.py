@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,16 @@ from pyops.checkpoint.format.tensor_file import Content, check_dtypes, write_ten
 from pyops.comm.agreement import agree, gather
 from pyops.mesh import check_initialized
 
-__all__ = ["Plan", "commit", "discard", "prepare", "refusal", "replace_folder", "write"]
+__all__ = [
+    "Plan",
+    "commit",
+    "discard",
+    "make_empty",
+    "prepare",
+    "refusal",
+    "replace_folder",
+    "write",
+]
 
 
 @dataclass
@@ -67,10 +77,41 @@ class Plan:
         """Where the checkpoint is written before it is whole."""
         return self.folder.with_name(self.folder.name + ".tmp")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that this rank will write."""
+        return sum(
+            prod(tensor.shape) * tensor.dtype.itemsize
+            for tensors in self.files.values()
+            for tensor in tensors.values()
+        )
 
-def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGroup | None) -> Plan:
+    @property
+    def numel(self) -> int:
+        """Numbers of the state that this rank will write, without what is its own alone."""
+        own = own_file(self.rank)
+        return sum(
+            prod(tensor.shape)
+            for name, tensors in self.files.items()
+            if name != own
+            for tensor in tensors.values()
+        )
+
+
+def prepare(
+    folder: Path | str,
+    state: Any,
+    *,
+    own: Any,
+    group: dist.ProcessGroup | None,
+    place: bool = True,
+) -> Plan:
     """This rank's plan, and the empty folder aside. A collective; CheckpointError or TypeError on
-    all ranks alike."""
+    all ranks alike.
+
+    Args:
+        place: Whether rank 0 makes the folder; otherwise each rank makes one of its own.
+    """
     check_initialized("checkpoint.save", group)
     plan = Plan(Path(folder), dist.get_rank(group) if dist.is_initialized() else 0)
     shard_file = f"{SHARD_FILES}{plan.rank:05}.safetensors"
@@ -98,8 +139,9 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
         try:
             plan.state_tree = take_apart(insert(state, wholes), plan.files.setdefault(SHARED, {}))
             check_dtypes(plan.files[SHARED])
-            _check_place(plan.folder)
-            _make_empty(plan.aside)
+            if place:
+                _check_place(plan.folder)
+                make_empty(plan.aside)
         except Exception as caught:
             error = caught
     agree(error, group=group)
@@ -212,7 +254,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _make_empty(aside: Path) -> None:
+def make_empty(aside: Path) -> None:
     """The folder to write in; what a killed save left there goes."""
     try:
         shutil.rmtree(aside, ignore_errors=True)

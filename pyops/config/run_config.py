@@ -10,6 +10,7 @@ from pyops.config.config_error import ConfigError
 from pyops.config.rules.asynchronous import check_asynchronous
 from pyops.config.rules.folder import check_folder
 from pyops.config.rules.grids import check_grid
+from pyops.config.rules.memory_checkpoints import check_memory_checkpoints
 from pyops.config.rules.samples import check_elastic, check_taught
 from pyops.config.run_sections import RunSections
 from pyops.config.task_config import check_task
@@ -56,6 +57,7 @@ class Config(RunSections):
             )
         check_asynchronous(self)
         check_grid(self)
+        check_memory_checkpoints(self)
         if self.data.packing != "none" and (self.model_folder.given or self.over_samples):
             raise ValueError(
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "

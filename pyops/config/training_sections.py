@@ -246,6 +246,10 @@ class TrainConfig:
         validate_every, checkpoint_every: Steps; 0: only at the end. A run over samples validates at
             the end of each epoch instead, and saves there, too.
         num_checkpoints: Checkpoints that stay.
+        memory_checkpoint_every: Steps from one checkpoint in host memory, the rank's own and a
+            neighbor's, to the next; 0: none (Wang et al., Gemini, SOSP 2023). Of a run over text
+            whose ranks take each step together.
+        memory_checkpoint_folder: Where the memory is.
         plot: Whether a run that ends draws its curves as a picture.
         tensorboard: Whether it writes TensorBoard files.
     """
@@ -264,6 +268,8 @@ class TrainConfig:
     num_validation_sequences: int = 128
     checkpoint_every: int = 200
     num_checkpoints: int = 2
+    memory_checkpoint_every: int = 0
+    memory_checkpoint_folder: str = "/dev/shm"
     num_sample_tokens: int = 300
     plot: bool = True
     tensorboard: bool = True
@@ -286,7 +292,14 @@ class TrainConfig:
         require(
             self,
             "0 or more",
-            ("micro_batch", "validate_every", "checkpoint_every", "num_sample_tokens", "seed"),
+            (
+                "micro_batch",
+                "validate_every",
+                "checkpoint_every",
+                "memory_checkpoint_every",
+                "num_sample_tokens",
+                "seed",
+            ),
             lambda v: v >= 0,
         )
         require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))

@@ -14,6 +14,7 @@ samples, in a layout that follows what is frozen, `pyops.train.pretrained` a Hug
 from __future__ import annotations
 
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyops.checkpoint import Checkpoints, load
+from pyops.checkpoint import Checkpoints, MemoryCheckpoints, load
 from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.observe.page import write_page
 from pyops.observe.trackers import Trackers
+from pyops.train.host.neighbor import memory_checkpoints, newest, states_to_come
 from pyops.train.host.ranks import StopRequest
 from pyops.train.host.run_folder import prepare_folder
 from pyops.train.report.display import Display
@@ -203,10 +205,19 @@ class TrainingLoop:
             config.folder / "checkpoints", keep=config.train.num_checkpoints, background=background
         )
         latest = on_first_rank(self.checkpoints.latest) if resume else None
+        said: list[str] = []
+        self.memory: MemoryCheckpoints | None = None
+        if resume:
+            self.memory = memory_checkpoints(config)
+            latest, said = newest(latest, self.memory, self.checkpoints.folder)
         self.training = make_training(latest)
         on_first_rank(lambda: prepare_folder(config, resume=resume))
         if latest is not None:
             self.restore(latest)
+        if not resume:
+            self.memory = memory_checkpoints(config)
+        self._check_memory()
+        self._memory_seconds = 0.0
         self.log: MetricsLog | None = None
         self.goodput: Goodput | None = None
         self.trackers: Trackers | None = None
@@ -235,7 +246,15 @@ class TrainingLoop:
             text = f"{text}\nresumed from {latest}"
         elif resume:
             text = f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning"
-        self.display.note(text)
+        self.display.note("\n".join([text, *said]))
+
+    def _check_memory(self) -> None:
+        """Refuse a memory that is too small for the checkpoints in it."""
+        if self.memory is None:
+            return
+        state, own = self._state()
+        to_come = 0 if self.training.step else states_to_come(self.config)
+        self.memory.check_room(state, own=own, states_to_come=to_come)
 
     def run(self, request: StopRequest) -> bool:
         """Take all steps that are left.
@@ -255,10 +274,15 @@ class TrainingLoop:
                 self.save()
             if result.stop:
                 return True
+            if self.memory is not None and not self.training.is_over:
+                self._save_to_memory(self.memory)
         return False
 
     def write(self, row: Row, *, tensorboard: bool = True) -> None:
         """Show the metrics of a step, and append them to the log."""
+        if self._memory_seconds:
+            row = {**row, "memory_checkpoint_s": self._memory_seconds}
+            self._memory_seconds = 0.0
         if self.goodput is not None:
             row = {**row, **self.goodput.step(row)}
         self.display.step(row)
@@ -274,12 +298,26 @@ class TrainingLoop:
 
     def save(self) -> Path:
         """Write a checkpoint of the steps taken so far; returns its folder."""
+        state, own = self._state()
+        return self.checkpoints.save(self.training.step, state, own=own)
+
+    def _save_to_memory(self, memory: MemoryCheckpoints) -> None:
+        """Write the state to host memory, this rank's and its neighbor's, if that is due."""
+        if not is_due(self.training.step, self.config.train.memory_checkpoint_every):
+            return
+        start = time.perf_counter()
+        state, own = self._state()
+        memory.save(self.training.step, state, own=own)
+        self._memory_seconds = time.perf_counter() - start
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds: of all ranks, and of this one alone."""
         # First the state: with it a rank without a part in the layout hears of the others' steps.
         state, device = self.training.state(), self.training.device
         own = {"torch": torch.get_rng_state()}
         if device.type == "cuda":
             own["cuda"] = torch.cuda.get_rng_state(device)
-        return self.checkpoints.save(self.training.step, state, own=own)
+        return state, own
 
     def restore(self, path: Path) -> None:
         """Go on from the checkpoint in this folder, written on any number of ranks.
@@ -305,6 +343,8 @@ class TrainingLoop:
         """
         self.display.close()
         self.checkpoints.wait()
+        if self.memory is not None:
+            self.memory.remove()  # the last checkpoint is on the disk
         rows = self.log.rows if self.log is not None else []
         outcome, notes = self.training.finish(rows, stopped_by=stopped_by)
         if self.log is not None:

@@ -69,8 +69,8 @@ FLOORS = {
     "checkpoint": [
         ["format"],
         ["flat_state", "loading", "writing"],
-        ["background", "distributed"],
-        ["folder"],
+        ["background", "distributed", "snapshot"],
+        ["folder", "memory"],
         ["convert"],
     ],
     "cli": [

@@ -1,0 +1,79 @@
+"""A run killed after a checkpoint in memory goes on with the losses of an undisturbed one, also
+where one rank's memory is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from pyops.checkpoint import load
+from pyops.config import AsynchronousConfig, Config, ElasticConfig
+from tests.grids import full
+from tests.train.faults.killed_run import train_and_die
+from tests.train.tiny_run import STEPS, config_of, losses, train_on_rank
+from tests.workers import spawn_ranks
+
+pytestmark = pytest.mark.cpu_only
+
+IN_MEMORY = 12  # steps; the newest when a rank is killed in step 14
+
+
+def killed(folder: Path, stage: int) -> Config:
+    config = config_of(
+        folder,
+        "cpu",
+        stage=stage,
+        checkpoint_every=5,
+        num_checkpoints=9,
+        memory_checkpoint_every=4,
+        memory_checkpoint_folder=str(folder / "memory"),
+    )
+    _, second = spawn_ranks(2, train_and_die, config, "step", 14, group_timeout=10)
+    assert second.exitcode == -signal.SIGKILL
+    return config
+
+
+def copied(config: Config, folder: Path) -> Config:
+    """The run that was killed, in another place."""
+    shutil.copytree(config.train.folder, folder / "runs")
+    shutil.copytree(config.train.memory_checkpoint_folder, folder / "memory")
+    places = {"folder": f"{folder}/runs", "memory_checkpoint_folder": f"{folder}/memory"}
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **places))
+
+
+@pytest.mark.parametrize("stage", [0, full(1), 3])
+def test_a_killed_run_goes_on_from_memory(world, tmp_path, reference, stage):
+    config = killed(tmp_path, stage)
+    # The neighbor's copies are all that is left of rank 1, in a copy of the run.
+    lost, wiped = copied(config, tmp_path / "lost"), copied(config, tmp_path / "wiped")
+    (memory,) = (tmp_path / "lost" / "memory").iterdir()
+    shutil.rmtree(memory / "rank-00001")
+    shutil.rmtree(tmp_path / "wiped" / "memory")
+    plain = {"memory_checkpoint_every": 0, "memory_checkpoint_folder": ""}
+    straight = reference(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, **plain)), ranks=2
+    )
+    for run in (config, lost, wiped) if stage == 3 else (lost,):
+        told = world(2).run(train_on_rank, run, True)
+        assert [each.steps for each in told] == [STEPS, STEPS], told
+        assert losses(run) == losses(straight)
+        steps = [int(path.name[5:]) for path in (run.folder / "checkpoints").iterdir()]
+        assert (IN_MEMORY in steps) == (run is not wiped), "not from where it should go on"
+        assert not list(Path(run.train.memory_checkpoint_folder).iterdir()), "copies are left"
+    state, _ = load(lost.folder / "checkpoints" / f"step-{IN_MEMORY:08}")
+    assert state["step"] == IN_MEMORY
+
+
+@pytest.mark.parametrize("section", ["asynchronous", "elastic"])
+def test_runs_whose_ranks_go_their_own_way_are_refused(tmp_path, section):
+    config = config_of(tmp_path, "cpu", memory_checkpoint_every=4)
+    other = {
+        "asynchronous": AsynchronousConfig(method="local_sgd"),
+        "elastic": ElasticConfig(freeze="gradient_norm"),
+    }
+    with pytest.raises(ValueError, match=r"train\.memory_checkpoint_every is 4, which"):
+        dataclasses.replace(config, **{section: other[section]})
