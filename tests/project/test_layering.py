@@ -41,7 +41,7 @@ LAYERS = [
         "recompute",
         "checkpoint",
     ],
-    ["models", "data", "sandblaster"],
+    ["models", "data", "sandblaster", "healing"],
     ["hub", "elastic", "distill", "pruning", "quantized", "token_data"],
     ["adapters", "parallel"],
     ["plan", "launch", "observe"],
@@ -121,6 +121,7 @@ FLOORS = {
         ["config"],
         ["runtime"],
     ],
+    "healing": [["peer_state", "quorum"], ["replica"]],
     "hub": [
         ["folder_files", "part_gathering", "weight_packing"],
         ["config_fields"],
