@@ -121,7 +121,6 @@ FLOORS = {
         ["config"],
         ["runtime"],
     ],
-    "healing": [["peer_state", "quorum"], ["replica"]],
     "hub": [
         ["folder_files", "part_gathering", "weight_packing"],
         ["config_fields"],
