@@ -20,7 +20,7 @@ from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.workers import spawn_worlds
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 
 ROWS, STEPS, KILLED_AT = 7, 9, 2
 VICTIM, NEWCOMER = 1, 3
