@@ -42,6 +42,7 @@ _ROOMS = frozenset(
         "attention",
         "data_parallel",
         "local_sgd",
+        "healing",
         "onebit",
         "recompute",
         "zero",

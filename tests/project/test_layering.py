@@ -41,7 +41,7 @@ LAYERS = [
         "recompute",
         "checkpoint",
     ],
-    ["models", "data", "sandblaster"],
+    ["models", "data", "sandblaster", "healing"],
     ["hub", "elastic", "distill", "pruning", "quantized", "token_data"],
     ["adapters", "parallel"],
     ["plan", "launch", "observe"],
