@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
-    if given.command == "plan" and given.measured and given.devices > 1 and num_ranks() == 1:
+    if given.command == "plan" and given.measured and (given.devices or 1) > 1 and num_ranks() == 1:
         return started_by_torchrun(given.devices, words)
     if given.command in ACTIONS:
         return _act(ACTIONS[given.command], given)

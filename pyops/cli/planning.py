@@ -46,7 +46,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--devices N as N processes, whose messages are timed, too",
     )
     parser.add_argument(
-        "--devices", type=int, default=0, metavar="N", help="of the cluster (one node)"
+        "--devices", type=int, default=None, metavar="N", help="of the cluster (one node)"
     )
     parser.add_argument("--sequence", type=int, default=0, metavar="N", help="tokens of a row")
     parser.add_argument(
@@ -126,7 +126,7 @@ def plan(given: argparse.Namespace) -> str:
         found = _measured(given, shape, options, section)
     else:
         cluster = load_cluster(given.cluster)
-        if given.devices:
+        if given.devices is not None:
             cluster = cluster.with_devices(given.devices)
         found = best(shape, cluster, options)
     blocks = str(defaults.get("blocks", "blocks.*"))
@@ -242,7 +242,7 @@ def _measured(
     from pyops.plan import ImageShape, Machine, PlanError, best, measure_layers
 
     ranks = num_ranks()
-    if given.devices not in (0, ranks):
+    if given.devices not in (None, ranks):
         raise PlanError(
             f"--devices {given.devices}, but torchrun has started {ranks} processes; leave it out"
         )

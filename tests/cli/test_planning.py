@@ -214,6 +214,7 @@ def test_without_a_cluster_it_is_the_layout_of_a_file(capsys, file: Path):
     [
         (["--cluster", "h1000"], "cluster is 'h1000'; known are a100"),
         (["--cluster", "h100", "--devices", "12"], "devices is 12, but a node has 8"),
+        (["--cluster", "h100", "--devices", "0"], "devices is 0; give a whole number, 1 or more"),
         (["--cluster", "h100", "--fix", "tp"], "--fix tp is no assignment; write --fix tp=2"),
         (["--cluster", "h100", "--fix", "tp=two"], "--fix tp=two: 'two' is no whole number"),
         (["--cluster", "h100", "--fix", "sequence_parallel=1"], "sequence_parallel=true, or false"),
