@@ -108,7 +108,7 @@ def run(rank: int, group: object, port: int, moment: str) -> Any:
         replica._begin_alike = lambda _: die()  # type: ignore[method-assign, assignment]
     while replica.steps < STEPS:
         if replica.steps == STEPS - 3 and rank in (0, 2) and not store.check(["seen"]):
-            until = time.monotonic() + 30
+            until = time.monotonic() + 90
             while not replica.quorum.somebody_waits() and time.monotonic() < until:
                 time.sleep(0.02)
         now = replica.steps
@@ -147,12 +147,12 @@ def check(moments: tuple[str, ...]) -> None:
             assert min(outcomes[NEWCOMER].result[0]) > KILLED_AT
 
 
-def test_losses_are_those_of_one_process_wherever_a_replica_is_killed():
-    check(("forward", "half applied"))
+def test_losses_are_those_of_one_process_though_a_replica_is_killed():
+    check(("half applied",))
 
 
 @pytest.mark.full
-def test_every_moment():
+def test_losses_are_those_of_one_process_wherever_a_replica_is_killed():
     check(MOMENTS)
 
 
