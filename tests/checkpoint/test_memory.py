@@ -3,11 +3,13 @@ not taken, and all ranks take one step."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,3 +194,20 @@ def _remove(rank: int, group: object, folder: Path) -> None:
 )
 def test_the_neighbor_is_on_another_host(hosts, distance):
     assert neighbor_distance(hosts) == distance
+
+
+def _unread(rank: int, group: object, folder: Path) -> str:
+    memory = MemoryCheckpoints(folder / "memory", run=RUN)
+    failing = mock.patch("pyops.checkpoint.memory.np.fromfile", side_effect=OSError(5, "no medium"))
+    with failing if rank == 1 else contextlib.nullcontext():
+        try:
+            memory.save(10, state_of(10, rank, 2))
+        except CheckpointError as error:
+            return str(error)
+    return "saved"
+
+
+def test_memory_that_one_rank_can_not_read_is_an_error_on_all(world, tmp_path):
+    first, second = world(2).run(_unread, tmp_path, timeout=30)
+    assert "no medium" in first
+    assert first == second
