@@ -170,7 +170,10 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR2, file)
         limit = datetime.timedelta(seconds=timeout)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        # Short limits are those of collectives: to meet may take longer beside other tests.
+        meeting = max(limit, datetime.timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=meeting)
+        store.set_timeout(limit)
         backend = "gloo"
         if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
             register()
