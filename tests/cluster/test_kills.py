@@ -115,6 +115,18 @@ def again_and_again(
     assert attempt(_options(config))
 
 
+def survived(
+    launched: subprocess.Popen[bytes], file: str, drawn: random.Random, left: list[int]
+) -> bool:
+    """Kill one of the launched ranks, while kills are left; whether the run ended well."""
+    while left[0]:
+        time.sleep(drawn.uniform(0.5, LONGEST))
+        if kill_one(file, drawn):
+            left[0] -= 1
+            break
+    return launched.wait(180) == 0
+
+
 def _options(config: Config) -> list[str]:
     has = any(config.folder.glob("step-*/*.json")) or any(config.folder.glob("step-*"))
     return ["--resume"] if has else []
@@ -148,12 +160,7 @@ def test_mpirun_started_again_goes_on(tmp_path, kills, steps):
 
     def attempt(options: list[str]) -> bool:
         launched = begun([*mpirun(2), *RUN, file, str(PAUSE), *options], log)
-        while left[0]:
-            time.sleep(drawn.uniform(0.5, LONGEST))
-            if kill_one(file, drawn):
-                left[0] -= 1
-                break
-        return launched.wait(180) == 0
+        return survived(launched, file, drawn, left)
 
     again_and_again(attempt, file, config, kills=kills)
     assert "resumed from" in log.read_text(), "a run that begins anew has the same losses"
@@ -174,12 +181,7 @@ def test_srun_started_again_goes_on(tmp_path, kills, steps, tmp_path_factory):
                 launched = subprocess.Popen(
                     words, cwd=ROOT, env=slurm.environment, stdout=output, stderr=output
                 )
-            while left[0]:
-                time.sleep(drawn.uniform(0.5, LONGEST))
-                if kill_one(file, drawn):
-                    left[0] -= 1
-                    break
-            return launched.wait(180) == 0
+            return survived(launched, file, drawn, left)
 
         again_and_again(attempt, file, config, kills=kills)
     assert "resumed from" in log.read_text(), "a run that begins anew has the same losses"
