@@ -128,7 +128,7 @@ def survived(
 
 
 def _options(config: Config) -> list[str]:
-    has = any(config.folder.glob("step-*/*.json")) or any(config.folder.glob("step-*"))
+    has = any((config.folder / "checkpoints").glob("step-*"))
     return ["--resume"] if has else []
 
 
