@@ -3,6 +3,7 @@ GPT on 2 ranks at 100 Mbit/s, beside torch DDP + AdamW.
 
     loss     250 steps: local SGD every 8 and 16 steps, DiLoCo every 25 and 50, as fp32, int8, int4
              and one bit; the loss held out is of the global values
+    long     2000 steps, local SGD every 8 and DiLoCo every 50, where the link does not matter
     virtual  64 replicas in virtual time, of which each step takes a time of its own: what part of
              the time they compute, by the steps between two meetings
 
@@ -12,7 +13,7 @@ GPT on 2 ranks at 100 Mbit/s, beside torch DDP + AdamW.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -30,7 +31,10 @@ from pyops.local_sgd.virtual_time import VirtualReplica, run_replicas
 
 __all__ = ["run"]
 
-STEPS, BATCH, MBIT, RANKS = 250, 8, 100, 2
+BATCH, RANKS = 8, 2
+SHORT, LONG = (250, 100), (2000, 10_000)  # steps, and Mbit/s of the link
+CURVE = 250  # points of it at most
+LONG_WAYS = ("local SGD, every 8", "DiLoCo, every 50")
 LIMITS = {"local SGD": 1.01, "DiLoCo": 1.015}  # the loss held out, as a part of the baseline's
 REPLICAS, SPREAD, VIRTUAL_STEPS = 64, 0.5, 64
 PARAMETERS, SECONDS = 4096, 0.25  # of a virtual replica's model; of its step
@@ -46,22 +50,24 @@ def _stamp() -> Row:
     }
 
 
-def _measured(way: str) -> Mapping[str, Any]:
-    with Link(ranks=RANKS, mbit=MBIT) as link:
-        arguments = {"way": way, "batch": BATCH, "num_steps": STEPS}
-        first, *_ = link.run("benchmarks.asynchronous.diloco_ranks:losses", arguments, timeout=1200)
+def _measured(way: str, *, steps: int, mbit: int) -> Mapping[str, Any]:
+    with Link(ranks=RANKS, mbit=mbit) as link:
+        arguments = {"way": way, "batch": BATCH, "num_steps": steps}
+        function = "benchmarks.asynchronous.diloco_ranks:losses"
+        first, *_ = link.run(function, arguments, timeout=5.0 * steps)
     found: Mapping[str, Any] = first
     return found
 
 
-def _losses(options: Any) -> Iterator[Row]:
-    name = f"loss, {RANKS} ranks, {MBIT} Mbit/s, batch {BATCH}, {STEPS} steps"
-    chosen = [way for way in WAYS if options.only is None or options.only in f"{name}, {way}"]
+def _losses(options: Any, ways: Iterable[str], *, steps: int, mbit: int) -> Iterator[Row]:
+    name = f"loss, {RANKS} ranks, {mbit} Mbit/s, batch {BATCH}, {steps} steps"
+    chosen = [way for way in ways if options.only is None or options.only in f"{name}, {way}"]
     if not chosen:
         return
-    baseline = _measured(BASELINE)
+    measured = partial(_measured, steps=steps, mbit=mbit)
+    baseline = measured(BASELINE)
     for way in (BASELINE, *(way for way in chosen if way != BASELINE)):
-        found = baseline if way == BASELINE else _measured(way)
+        found = baseline if way == BASELINE else measured(way)
         us = {
             key: _thrice(each["seconds"][-1]) for key, each in ((way, found), (BASELINE, baseline))
         }
@@ -78,7 +84,7 @@ def _losses(options: Any) -> Iterator[Row]:
             "max_error": None,
             "rounds": 1,
             "ranks": RANKS,
-            "mbit": MBIT,
+            "mbit": mbit,
             "batch": BATCH,
             "wire_bytes": found["sent"],
             "wire_ratio": round(baseline["sent"] / found["sent"], 2),
@@ -86,8 +92,8 @@ def _losses(options: Any) -> Iterator[Row]:
             "loss_ratio": round(ratio, 4),
             "loss_limit": limit,
             "curve": [
-                [round(s, 3), round(v, 4)]
-                for s, v in zip(found["seconds"], found["loss"], strict=True)
+                [round(found["seconds"][i], 3), round(found["loss"][i], 4)]
+                for i in range(0, steps, steps // CURVE)
             ],
         } | _stamp()
 
@@ -139,7 +145,11 @@ def run(options: Any) -> list[Row]:
     reason = available()
     if reason is not None:
         print(f"no slow link here: {reason}")
-    for part in (_virtual(options), *([] if reason else [_losses(options)])):
+    runs = [
+        _losses(options, ways, steps=steps, mbit=mbit)
+        for ways, (steps, mbit) in ((WAYS, SHORT), (LONG_WAYS, LONG))
+    ]
+    for part in (_virtual(options), *([] if reason else runs)):
         for row in part:
             loss = f", loss {row['validation_loss']}" if "validation_loss" in row else ""
             print(f"{format_row(row)} | {row['wire_bytes'] / 1e6:.3f} MB{loss}", flush=True)
