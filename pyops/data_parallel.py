@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.broadcast import broadcast
-from pyops.comm.buckets.reduce_axes import OwnRanks, own_ranks
+from pyops.comm.buckets.reduce_axes import OwnRanks, check_grids_apart, own_ranks
 from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.symmetric import DTYPES, SymmetricBuffer, symmetric_empty
@@ -221,6 +221,7 @@ class DataParallel(nn.Module):
             named = _trainable(module)
             _check_codec(codec, named)
             check_free(named, who="DataParallel")
+            check_grids_apart(module, group, who="DataParallel")
             own = own_ranks(module, mesh, who="DataParallel")
             symmetric = algorithm == "symmetric"
             _check_own_ranks(own, named, codec=codec is not None, symmetric=symmetric)

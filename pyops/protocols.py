@@ -5,6 +5,7 @@ A `Protocol` here names attributes that one subpackage sets on an object of torc
 | attribute | on | set by | read by |
 |---|---|---|---|
 | `placements` | modules | layers of models and tensor_parallel | flat, zero, hub, checkpoint |
+| `grid` | modules | layers of tensor_parallel.grids | strategies of data parallelism |
 | `flat_layout` | parameters | flat.FlatBuffer | optimizers that go by layers, onebit |
 | `part_of` | parameters | zero | optim.Adafactor |
 | `main_grad` | parameters | the user, zero | deferred, pipeline, elastic |
@@ -34,6 +35,7 @@ __all__ = [
     "HasPlacements",
     "MainGradParameter",
     "NormReducingOptimizer",
+    "OnGrid",
     "ParamGroup",
     "PartialParameter",
     "PrunedParameter",
@@ -52,6 +54,14 @@ class HasPlacements(Protocol):
 
     placements: Mapping[str, Any]
     """Name of a parameter within the module -> its pyops.flat.Placement."""
+
+
+@runtime_checkable
+class OnGrid(Protocol):
+    """A module whose input, output and parameters are cut over a grid of ranks."""
+
+    grid: Any
+    """The pyops.tensor_parallel.grids.Grid."""
 
 
 @runtime_checkable

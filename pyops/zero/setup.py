@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pyops.comm.buckets.reduce_axes import OwnRanks, own_ranks
+from pyops.comm.buckets.reduce_axes import OwnRanks, check_grids_apart, own_ranks
 from pyops.flat import Placement
 from pyops.protocols import ParamGroup
 from pyops.zero.agreement import RankSetup, check_same_setup
@@ -123,6 +123,7 @@ def _validate(
 ) -> ZeroSetup:
     """The checks of one rank, which communicate nothing."""
     check_model(model)
+    check_grids_apart(model, groups.dp, who="ZeroOptimizer")
     own = own_ranks(model, groups.mesh, who="ZeroOptimizer")
     refuse_options_of_config(arguments)
     if not isinstance(config, ZeroConfig):

@@ -217,8 +217,15 @@ def test_a_vit_has_the_losses_of_one_process_and_goes_on_on_another_grid(
     ours, theirs = image_model(config), image_model(plain)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
+        found = ours[name]
+        if name.endswith("qkv.bias"):
+            # A key's bias adds the same to all scores of a row: its gradient is rounding alone,
+            # which Adam makes steps of.
+            found, tensor = (x.unflatten(0, (config.vit.num_heads, 3, -1)) for x in (found, tensor))
+            assert max(x[:, 1].abs().max() for x in (found, tensor)) < 1e-2
+            found, tensor = found[:, ::2], tensor[:, ::2]
         torch.testing.assert_close(
-            ours[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            found, tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
+from pyops.protocols import OnGrid
 
-__all__ = ["DATA_AXES", "OwnRanks", "axis_sizes", "own_ranks"]
+__all__ = ["DATA_AXES", "OwnRanks", "axis_sizes", "check_grids_apart", "own_ranks"]
 
 DATA_AXES = ("dp", "cp")  # whose ranks hold the same parameters and see other tokens
 
@@ -104,6 +106,38 @@ def own_ranks(model: nn.Module, mesh: Mesh | DeviceMesh | None, *, who: str) -> 
             wide, _group(mesh, wide), _ranks(sizes, wide) / _ranks(sizes, everyone)
         )
     return found
+
+
+def check_grids_apart(model: nn.Module, group: ProcessGroupLike, *, who: str) -> None:
+    """Refuse data parallelism over ranks of one grid, such as the layers of a 2.5d grid: these have
+    copies of the weights, but their products sum the gradients over them already.
+
+    Args:
+        model: Perhaps with layers of pyops.tensor_parallel.grids.
+        group: The data-parallel ranks.
+        who: The strategy, for the error.
+
+    Raises:
+        ValueError: Naming the ranks of the group that are on one grid.
+    """
+    ranks = resolve(group, who)
+    if ranks is None:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, OnGrid) or module.grid.ranks.size == 1:
+            continue
+        on_grid = resolve(module.grid.ranks.group, who)
+        if on_grid is None:  # ranks that are threads of one process
+            continue
+        members = set(dist.get_process_group_ranks(ranks))
+        both = sorted(members & set(dist.get_process_group_ranks(on_grid)))
+        if len(both) > 1:
+            raise ValueError(
+                f"{who}: ranks {both} of the group are on one grid, that of {name or 'the model'} "
+                f"({module.grid.mode}, {' x '.join(map(str, module.grid.shape))}), which sums its "
+                "gradients itself; give the ranks that have the same place on other grids, or "
+                "pyops.mesh.ALONE where there are none"
+            )
 
 
 def _ranks(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:

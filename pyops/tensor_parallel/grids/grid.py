@@ -44,6 +44,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "2.5d": ("depth", "row", "column"),
     "3d": ("weight", "input", "output"),
 }
+_DTYPE_BYTES = 32  # a dtype's name, with blanks behind it
 _TAG = 0x67726964  # keeps the messages of grids apart from those of other transports of a group
 
 
@@ -154,6 +155,7 @@ class Grid:
         self.traffic = Traffic()
         self._transport = transport
         self._lines: dict[tuple[str, ...], Line] = {}
+        self._dtypes: set[torch.dtype] = set()  # that all ranks are known to have
         self.position = self._position(self.rank)
         self.ranks = Ranks(ALONE, self.rank, self.size)
         """Of the grid; their group is that which `of` was given."""
@@ -218,6 +220,34 @@ class Grid:
                 f"a {self.mode} grid has no tensors with {cuts}; it has "
                 f"{' or '.join(str(each) for each in allowed)}"
             )
+
+    def check_dtype(self, x: Tensor) -> None:
+        """Refuse a dtype that other ranks do not have. A collective where this grid meets the dtype
+        for the first time.
+
+        Args:
+            x: What this rank multiplies, at the same place as the others.
+
+        Raises:
+            ValueError: On every rank, with the dtype of each.
+        """
+        if self.size == 1 or x.dtype in self._dtypes:
+            return
+        name = str(x.dtype).ljust(_DTYPE_BYTES).encode()
+        own = torch.tensor(list(name), dtype=torch.uint8, device=x.device)
+        line = Line(self._transport, list(range(self.size)), tuple(self.axes), Traffic())
+        found = [
+            bytes(each.tolist()).decode().strip()
+            for each in line.gather(own, dim=0).split(_DTYPE_BYTES)
+        ]
+        if len(set(found)) > 1:
+            other = next(rank for rank, each in enumerate(found) if each != found[0])
+            raise ValueError(
+                f"rank 0 of {self.mode} grid {' x '.join(map(str, self.shape))} multiplies "
+                f"matrices of {found[0]}, rank {other} of {found[other]}; give the layers and "
+                "their input one dtype on all ranks, and autocast on all or on none"
+            )
+        self._dtypes.add(x.dtype)
 
     @property
     def unit(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.protocols import HasPlacements, OnGrid
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.grids.grid import Cuts, Grid
 from pyops.tensor_parallel.grids.products import product
@@ -161,6 +162,20 @@ class GridLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.grid}"
 
 
+def _check_dimensions(model: nn.Module, *, who: str) -> None:
+    """ValueError where a layer within has a part of its weight as in one dimension."""
+    for name, layer in model.named_modules():
+        places = layer.placements if isinstance(layer, HasPlacements) else {}
+        shared_out = any(p.copies > 1 or p.size != p.global_shape for p in places.values())
+        if isinstance(layer, OnGrid) or not shared_out:
+            continue
+        raise ValueError(
+            f"{who}: {name or 'it'} is a {type(layer).__name__}, which its ranks cut in one "
+            "dimension and whose input is the same on all of them, while a grid cuts that too; use "
+            "the layer of pyops.tensor_parallel.grids in its place"
+        )
+
+
 class GridSequential(nn.Sequential):
     """Layers one after the other, each of which takes what the one before it gives.
 
@@ -169,11 +184,13 @@ class GridSequential(nn.Sequential):
             cuts.
 
     Raises:
-        ValueError: A layer takes other cuts than those before it give.
+        ValueError: A layer takes other cuts than those before it give, or is one of tensor
+            parallelism in one dimension.
     """
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
+        _check_dimensions(self, who="GridSequential")
         now: Any = None
         for number, layer in enumerate(layers):
             takes = getattr(layer, "cuts", None)
@@ -197,11 +214,12 @@ class GridResidual(nn.Module):
 
     Raises:
         ValueError: What it gives is cut in another way than what it takes: an odd number of linear
-            layers in three dimensions.
+            layers in three dimensions. Or it has a layer of tensor parallelism in one dimension.
     """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
+        _check_dimensions(inner, who="GridResidual")
         takes, gives = getattr(inner, "cuts", None), getattr(inner, "behind", None)
         if takes != gives:
             raise ValueError(

@@ -77,7 +77,7 @@ def product(
 
     Raises:
         ValueError: Another form, cuts that the grid does not have, matrices that do not fit
-            together, or a grid that has no steps.
+            together, or a grid that has no steps; on every rank, dtypes that differ between ranks.
     """
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; choose one of {', '.join(FORMS)}")
@@ -90,6 +90,7 @@ def product(
         )
     if stepwise and (not grid.flat or grid.axes["row"] != grid.axes["column"]):
         raise ValueError(f"stepwise products are of 2d and 2.5d grids of q x q, not of {grid}")
+    grid.check_dtype(a)
     found: Tensor = _Product.apply(a, b, form, cuts, grid, keep_gathered, stepwise)  # type: ignore[no-untyped-call]
     return found
 

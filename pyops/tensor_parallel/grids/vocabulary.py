@@ -94,7 +94,8 @@ class GridEmbedding(nn.Module):
         """The rows of the tokens of own sequences, own columns of them.
 
         Raises:
-            ValueError: a token outside the vocabulary, on every rank.
+            ValueError: a token outside the vocabulary, or a dtype of the table that other ranks do
+                not have; on every rank.
         """
         if self.config.check_tokens and not tokens_BT.is_cuda and tokens_BT.numel():
             low, high = torch.stack(tokens_BT.aminmax()).tolist()
@@ -104,6 +105,7 @@ class GridEmbedding(nn.Module):
                     f"{self.num_embeddings}: 0 to {self.num_embeddings - 1}"
                 )
         grid = self.grid
+        grid.check_dtype(self.weight)
         if grid.flat:
             weight = self.weight
             if "depth" in grid.axes:

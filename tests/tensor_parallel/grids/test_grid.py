@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from pyops.data_parallel import DataParallel
 from pyops.flat.shard import whole_of_boxes
+from pyops.mesh import ALONE
+from pyops.tensor_parallel.grids import GridLinear
 from pyops.tensor_parallel.grids.grid import Grid, grid_shape
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.tensor_parallel.grids.virtual_grids import LARGE, SMALL, numbers, on_grid
 
 pytestmark = pytest.mark.cpu_only
@@ -146,3 +151,26 @@ def test_ranks_that_disagree_are_all_told(world):
     assert first[0] == ("Grid.of: mode is 3d on rank 0, but 2d on rank 1; give all ranks the same")
     assert "shape is (1, 2) on rank 0, but (1, 3) on rank 1" in first[1]
     assert "2 ranks are no cube" in first[2]
+
+
+def train_over_depth(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What strategies of data parallelism say of the layers of a grid as their ranks."""
+    grid = Grid.of(group, mode="2.5d", shape=(2, 1, 1))
+    model = nn.Sequential(GridLinear(4, 4, grid=grid))
+    DataParallel(model, group=ALONE).close()
+    said = []
+    for strategy in (
+        lambda: DataParallel(model, group=group),
+        lambda: ZeroOptimizer(model, torch.optim.AdamW, ZeroConfig(stage=1), group=group),
+    ):
+        with pytest.raises(ValueError) as error:
+            strategy()
+        said.append(str(error.value))
+    return said
+
+
+def test_ranks_of_one_grid_are_no_data_parallel_ranks(world):
+    first, second = world(2).run(train_over_depth)
+    assert first == second
+    for who, said in zip(("DataParallel", "ZeroOptimizer"), first, strict=True):
+        assert said.startswith(f"{who}: ranks [0, 1] of the group are on one grid, that of 0 (2.5d")

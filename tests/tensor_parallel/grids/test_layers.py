@@ -17,6 +17,7 @@ from pyops.tensor_parallel import (
     MLPConfig,
     ParallelAttention,
     ParallelMLP,
+    Ranks,
     RMSNorm,
     initialize_model_,
     rotary_tables,
@@ -300,6 +301,33 @@ def test_layers_refuse_what_does_not_fit():
     on_grid("2d", (2, 2), refuse)
     with pytest.raises(ValueError, match="num_heads x head_dim is 6, but a 3d grid of 2 x 2 x 2"):
         on_grid("3d", (2, 2, 2), lambda grid: GridAttention(6, 2, grid=grid))
+
+
+def test_ranks_that_multiply_other_dtypes_are_all_told():
+    def refuse(grid: Grid) -> None:
+        layer = GridLinear(4, 4, grid=grid)
+        layer(torch.ones(2, 2))
+        message = r"rank 0 of 2d grid 2 x 2 multiplies matrices of torch.float64, rank 3 .*bfloat16"
+        dtype = torch.bfloat16 if grid.rank == 3 else torch.float64
+        with pytest.raises(ValueError, match=message):
+            layer.to(dtype)(torch.ones(2, 2, dtype=dtype))
+        with pytest.raises(ValueError, match=message):
+            GridEmbedding(8, 4, grid=grid, dtype=dtype)(torch.tensor([[1, 2]]))
+
+    on_grid("2d", (2, 2), refuse)
+
+
+def test_layers_of_one_dimension_are_not_among_those_of_a_grid():
+    def refuse(grid: Grid) -> None:
+        ranks = Ranks(ALONE, grid.rank, grid.size)
+        mlp = nn.Sequential(nn.GELU(), ParallelMLP(4, 8, group=ranks))
+        for make in (lambda: GridSequential(GridLinear(4, 4, grid=grid), mlp), GridResidual):
+            with pytest.raises(ValueError, match=r"is a ColumnParallelLinear, which its ranks cut"):
+                make(mlp) if make is GridResidual else make()
+        alone = nn.Sequential(nn.LayerNorm(2), ParallelMLP(2, 4, group=ALONE))
+        GridResidual(alone)
+
+    on_grid("2d", (2, 2), refuse)
 
 
 def test_a_grid_of_one_rank_sends_nothing():
