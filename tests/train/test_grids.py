@@ -214,7 +214,10 @@ def test_a_vit_has_the_losses_of_one_process_and_goes_on_on_another_grid(
     assert 0.0 < scores(plain)[-1] <= 1.0  # which counts the held-out images once
     assert scores(config) == scores(plain)
     assert {each.accuracy for each in outcomes} == {scores(plain)[-1]}
-    ours, theirs = image_model(config), image_model(plain)
+    ours, theirs = last_state(config), last_state(plain)
+    squares = [each["elastic"]["meter"]["squares"] for each in (ours, theirs)]
+    assert squares[0] == pytest.approx(squares[1], rel=1e-3)  # which counts each element once
+    ours, theirs = ours["model"], theirs["model"]
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         found = ours[name]
@@ -229,5 +232,5 @@ def test_a_vit_has_the_losses_of_one_process_and_goes_on_on_another_grid(
         )
 
 
-def image_model(config: Config) -> dict[str, torch.Tensor]:
-    return load(config.folder / "checkpoints" / f"step-{config.train.num_steps:08}")[0]["model"]
+def last_state(config: Config) -> dict[str, Any]:
+    return load(config.folder / "checkpoints" / f"step-{config.train.num_steps:08}")[0]
