@@ -30,6 +30,7 @@ from pyops.hub.folder_files import FLOATING, HubError, Weights, floating, open_w
 from pyops.hub.weight_packing import Piece, Source
 from pyops.mesh import ALONE
 from pyops.tensor_parallel import Ranks, RanksLike
+from pyops.tensor_parallel.grids import Grid
 
 __all__ = ["load", "load_from"]
 
@@ -39,7 +40,7 @@ NAMED = 6  # names of tensors that a message lists
 def load(
     folder: Path | str,
     *,
-    group: RanksLike = ALONE,
+    group: RanksLike | Grid = ALONE,
     sequence_parallel: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -51,8 +52,9 @@ def load(
         folder: with config.json and model.safetensors, or several files with their index, of GPT-2,
             Llama, BERT, RoFormer, T5 or ViT; or of a CoAtNet of timm.
         group: the ranks that share the model's layers, each of which reads its own part: a process
-            group, a Mesh for its tp group, None for the default group. By default this process
-            alone: the model is whole.
+            group, a Mesh for its tp group, None for the default group, or, for GPT-2, Llama and
+            ViT, a Grid in two or three dimensions. By default this process alone: the model is
+            whole.
         sequence_parallel: tokens are cut over the ranks between blocks.
         device: of the parameters.
         dtype: of the parameters; None: as they are in the files.
@@ -67,7 +69,8 @@ def load(
         ValueError: on every rank, for a field that the configuration does not have, and for heads
             that the ranks can't share.
     """
-    ranks, folder = Ranks.of(group), Path(folder)
+    on_grid, folder = isinstance(group, Grid), Path(folder)
+    ranks = group.ranks if isinstance(group, Grid) else Ranks.of(group)
     old = folder.with_name(folder.name + ".old")
     if not folder.exists() and old.exists():  # a save was killed between two renames
         folder = old
@@ -75,7 +78,7 @@ def load(
         return load_from(
             weights,
             read_config(folder),
-            ranks=ranks,
+            group=group if on_grid else ranks,
             sequence_parallel=sequence_parallel,
             device=device,
             dtype=dtype,
@@ -87,7 +90,7 @@ def load_from(
     weights: Weights,
     values: Mapping[str, Any],
     *,
-    ranks: Ranks,
+    group: Ranks | Grid,
     sequence_parallel: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -104,7 +107,7 @@ def load_from(
                 "in with dtype="
             )
         (dtype,) = found
-    options: dict[str, Any] = {"group": ranks, "seed": None, "dtype": dtype}
+    options: dict[str, Any] = {"group": group, "seed": None, "dtype": dtype}
     if architecture.sequence_parallel:
         options["sequence_parallel"] = sequence_parallel
     elif sequence_parallel:

@@ -122,7 +122,7 @@ def test_a_model_of_ours_comes_back(tmp_path, kind, config, dtype):
 
 def held_and_read(rank: int, group: Any, folder: str) -> tuple[int, int]:
     with open_weights(folder) as weights:
-        model = load_from(weights, read_config(folder), ranks=Ranks.of(group))
+        model = load_from(weights, read_config(folder), group=Ranks.of(group))
         return sum(p.numel() * p.element_size() for p in model.parameters()), weights.bytes_read
 
 
