@@ -35,10 +35,10 @@ __all__ = [
     "HasPlacements",
     "MainGradParameter",
     "NormReducingOptimizer",
-    "OnGrid",
     "ParamGroup",
     "PartialParameter",
     "PrunedParameter",
+    "RankGrid",
     "ShardableOptimizer",
     "SteppedTensorsOptimizer",
     "SumReducingOptimizer",
@@ -57,11 +57,16 @@ class HasPlacements(Protocol):
 
 
 @runtime_checkable
-class OnGrid(Protocol):
-    """A module whose input, output and parameters are cut over a grid of ranks."""
+class RankGrid(Protocol):
+    """A module's attribute `grid` where its input, output and parameters are cut over a grid of
+    ranks: a pyops.tensor_parallel.grids.Grid. Modules of images have a `grid` of patches."""
 
-    grid: Any
-    """The pyops.tensor_parallel.grids.Grid."""
+    mode: str
+    """How many dimensions it has."""
+    shape: tuple[int, ...]
+    """Ranks along each."""
+    ranks: Any
+    """All of them: a pyops.tensor_parallel.Ranks."""
 
 
 @runtime_checkable

@@ -69,8 +69,8 @@ def load(
         ValueError: on every rank, for a field that the configuration does not have, and for heads
             that the ranks can't share.
     """
-    on_grid, folder = isinstance(group, Grid), Path(folder)
-    ranks = group.ranks if isinstance(group, Grid) else Ranks.of(group)
+    shared, folder = group if isinstance(group, Grid) else Ranks.of(group), Path(folder)
+    ranks = shared.ranks if isinstance(shared, Grid) else shared
     old = folder.with_name(folder.name + ".old")
     if not folder.exists() and old.exists():  # a save was killed between two renames
         folder = old
@@ -78,7 +78,7 @@ def load(
         return load_from(
             weights,
             read_config(folder),
-            group=group if on_grid else ranks,
+            group=shared,
             sequence_parallel=sequence_parallel,
             device=device,
             dtype=dtype,

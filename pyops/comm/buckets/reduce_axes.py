@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
-from pyops.protocols import OnGrid
+from pyops.protocols import RankGrid
 
 __all__ = ["DATA_AXES", "OwnRanks", "axis_sizes", "check_grids_apart", "own_ranks"]
 
@@ -124,9 +124,10 @@ def check_grids_apart(model: nn.Module, group: ProcessGroupLike, *, who: str) ->
     if ranks is None:
         return
     for name, module in model.named_modules():
-        if not isinstance(module, OnGrid) or module.grid.ranks.size == 1:
+        grid = getattr(module, "grid", None)
+        if not isinstance(grid, RankGrid) or grid.ranks.size == 1:
             continue
-        on_grid = resolve(module.grid.ranks.group, who)
+        on_grid = resolve(grid.ranks.group, who)
         if on_grid is None:  # ranks that are threads of one process
             continue
         members = set(dist.get_process_group_ranks(ranks))
@@ -134,7 +135,7 @@ def check_grids_apart(model: nn.Module, group: ProcessGroupLike, *, who: str) ->
         if len(both) > 1:
             raise ValueError(
                 f"{who}: ranks {both} of the group are on one grid, that of {name or 'the model'} "
-                f"({module.grid.mode}, {' x '.join(map(str, module.grid.shape))}), which sums its "
+                f"({grid.mode}, {' x '.join(map(str, grid.shape))}), which sums its "
                 "gradients itself; give the ranks that have the same place on other grids, or "
                 "pyops.mesh.ALONE where there are none"
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.protocols import HasPlacements, OnGrid
+from pyops.protocols import HasPlacements
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.grids.grid import Cuts, Grid
 from pyops.tensor_parallel.grids.products import product
@@ -167,7 +167,7 @@ def _check_dimensions(model: nn.Module, *, who: str) -> None:
     for name, layer in model.named_modules():
         places = layer.placements if isinstance(layer, HasPlacements) else {}
         shared_out = any(p.copies > 1 or p.size != p.global_shape for p in places.values())
-        if isinstance(layer, OnGrid) or not shared_out:
+        if isinstance(getattr(layer, "grid", None), Grid) or not shared_out:
             continue
         raise ValueError(
             f"{who}: {name or 'it'} is a {type(layer).__name__}, which its ranks cut in one "
