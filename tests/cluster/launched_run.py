@@ -1,5 +1,5 @@
 """A rank of a tiny run, whichever launcher started it: `python -m tests.cluster.launched_run CONFIG
-[MILLISECONDS [--resume]]`, with so long a pause before each step."""
+[MILLISECONDS [--resume]]`, with so long a pause before each step, whose number rank 0 says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if __name__ == "__main__":
     inner = TextTraining.train_step
 
     def pausing(self, **given):
-        time.sleep(int(sys.argv[2]) / 1000 if len(sys.argv) > 2 else 0)
+        if len(sys.argv) > 2:
+            if self.rank == 0:
+                print(f"begins step {self.step}", flush=True)
+            time.sleep(int(sys.argv[2]) / 1000)
         return inner(self, **given)
 
     TextTraining.train_step = pausing

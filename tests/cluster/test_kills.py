@@ -4,8 +4,10 @@ losses of a run that nothing disturbed."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -150,9 +152,17 @@ def steps_taken(config: Config) -> int:
 
 
 def check_resumed(log: Path, *, kills: int) -> None:
-    """A run that begins anew has the same losses: attempts say that they go on."""
+    """A run that begins anew has the same losses: attempts say from which checkpoint they go on,
+    and that their first step is the one behind it."""
     said = log.read_text()
-    assert said.count("resumed from") >= kills // 2, said[-3000:]
+    events = re.findall(r"resumed from \S*step-(\d+)|begins step (\d+)", said)
+    resumed = [
+        (int(checkpoint), int(following[1]))
+        for (checkpoint, _), following in itertools.pairwise(events)
+        if checkpoint and following[1]  # none where the attempt was killed between the two
+    ]
+    assert len(resumed) >= kills // 2, said[-3000:]
+    assert all(step == checkpoint > 0 for checkpoint, step in resumed), resumed
 
 
 def _options(config: Config) -> list[str]:
@@ -176,7 +186,7 @@ def test_torchrun_starts_a_killed_run_again(world, tmp_path, kills, steps):
         assert running_agent.poll() is None, log.read_text()[-3000:]
         done += kill_one(file, drawn)
     assert running_agent.wait(180) == 0, log.read_text()[-3000:]
-    assert "resumed from" in log.read_text(), "a run that begins anew has the same losses"
+    check_resumed(log, kills=2)
     assert losses(config) == straight(world, tmp_path, steps)  # bit for bit
 
 
