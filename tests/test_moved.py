@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.comm import all_reduce
-from pyops.comm.collectives import communicator
+from pyops.comm.collectives.communicator import communicator
 from pyops.comm.failure import CommunicationError
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import pyops
 from pyops.comm.collectives import probe
-from pyops.comm.collectives.communicator import _TABLE_WIDTH, Communicator
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.communicator.communicator import _TABLE_WIDTH
 from pyops.comm.collectives.probe import Cost, fastest
 from tests.workers import COSTS
 

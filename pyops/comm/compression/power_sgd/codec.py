@@ -26,7 +26,7 @@ from pyops.comm.collectives import two_shot
 from pyops.comm.collectives.transport import Transport
 from pyops.comm.compression.codec import Codec, check_whole
 from pyops.comm.compression.error_feedback import ErrorFeedback
-from pyops.comm.compression.low_rank import (
+from pyops.comm.compression.power_sgd.low_rank import (
     Family,
     families,
     fresh_basis,

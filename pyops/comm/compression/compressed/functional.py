@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.collectives.arithmetic import row_starts
-from pyops.comm.collectives.call_options import CallDetails, CallOptions
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import gather_bytes, reduce_scatter
+from pyops.comm.collectives.functional.call_options import CallDetails, CallOptions
 from pyops.comm.collectives.transport import Pending, Transport
 from pyops.comm.collectives.work import Work
 from pyops.comm.compression import compressed_shots as shots

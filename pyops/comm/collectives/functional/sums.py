@@ -22,8 +22,8 @@ from pyops.comm.collectives.arithmetic import (
     scale_in_place,
     summable_view,
 )
-from pyops.comm.collectives.call_options import CallDetails, CallOptions, SliceDetails
 from pyops.comm.collectives.communicator import ALGORITHMS, Communicator
+from pyops.comm.collectives.functional.call_options import CallDetails, CallOptions, SliceDetails
 from pyops.mesh import ProcessGroupLike
 from pyops.ops.memory import require_memory
 
