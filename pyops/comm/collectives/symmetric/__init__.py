@@ -2,12 +2,13 @@
 
 | file | what it does |
 |---|---|
-| memory.py | one rank's end: buffers made and freed, sums over them |
+| buffer.py | SymmetricBuffer: memory of this rank that the others see, and its collectives |
+| memory.py | SymmetricMemory: one rank's end, its buffers and the sums over them |
 """
 
+from pyops.comm.collectives.symmetric.buffer import SymmetricBuffer
 from pyops.comm.collectives.symmetric.memory import (
     DTYPES,
-    SymmetricBuffer,
     SymmetricMemory,
     Unavailable,
     memory_of,
