@@ -3,15 +3,12 @@ for bit.
 
 | file | what it does |
 |---|---|
-| sums.py | all_reduce, reduce_scatter, all_gather |
+| sums.py, gathers.py | all_reduce and reduce_scatter; all_gather |
+| operands.py | what no collective takes, and the flat view of a tensor |
 | call_options.py | what callers within pyops tell a collective beside its public arguments |
 """
 
-from pyops.comm.collectives.functional.sums import (
-    all_gather,
-    all_reduce,
-    gather_bytes,
-    reduce_scatter,
-)
+from pyops.comm.collectives.functional.gathers import all_gather, gather_bytes
+from pyops.comm.collectives.functional.sums import all_reduce, reduce_scatter
 
 __all__ = ["all_gather", "all_reduce", "gather_bytes", "reduce_scatter"]
