@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyops import deferred, recompute
 from pyops.deferred import Deferred
+from pyops.deferred import queue as queue_module
 from tests.deferred_models import (
     Embedded,
     Shared,
@@ -185,12 +186,12 @@ def test_each_parameter_lets_go_what_was_kept_for_it_before_the_next():
 def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch):
     model, (x,), computed = nn.Linear(6, 4), batches(count=1), []
 
-    def seen(*given: Tensor, inner: Callable[..., Tensor] = deferred._gradient) -> Tensor:
+    def seen(*given: Tensor, inner: Callable[..., Tensor] = queue_module.local_gradient) -> Tensor:
         gradient = inner(*given)
         computed.append(gradient.data_ptr())
         return gradient
 
-    monkeypatch.setattr(deferred, "_gradient", seen)
+    monkeypatch.setattr(queue_module, "local_gradient", seen)
     deferred.linears(model)
     queue = Deferred(model.parameters())
     with queue.collecting():

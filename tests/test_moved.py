@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.comm import all_reduce
-from pyops.comm.collectives import communicator
+from pyops.comm.collectives.communicator import departures
 from pyops.comm.failure import CommunicationError
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
@@ -259,13 +259,13 @@ class _LateStore:
 
 
 def _moved_with_a_late_store(rank: int, group: dist.ProcessGroup) -> tuple[str, str]:
-    inner, stores = communicator.group_store, {}
+    inner, stores = departures.group_store, {}
     delay = 0.0 if rank else 0.5
-    communicator.group_store = lambda g: stores.setdefault(id(g), _LateStore(inner(g), delay))
+    departures.group_store = lambda g: stores.setdefault(id(g), _LateStore(inner(g), delay))
     try:
         return _moved(rank, group, "DataParallel", "half", (0, 1), False)
     finally:
-        communicator.group_store = inner
+        departures.group_store = inner
 
 
 def test_the_note_of_a_rank_that_leaves_is_there_before_the_others_look(world):

@@ -11,23 +11,21 @@ NAME] [--folder KEPT]
                kept
 
 Each run is small: 24 steps of a GPT, or 16 of a ViT that is frozen layer by layer. Layouts: see
-LAYOUTS. A row of JSON for each run stands in KEPT/soak.jsonl.
+soak_layouts.LAYOUTS. A row of JSON for each run stands in KEPT/soak.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,49 +33,11 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from benchmarks.training.soak_rank import begin
-from pyops.train.report.metrics import read_rows
+from benchmarks.training.soak_layouts import LAYOUTS, Place
+from benchmarks.training.soak_processes import Forked, Process, end, wait_for
 
-__all__ = ["LAYOUTS", "Moment", "Result", "main"]
+__all__ = ["Moment", "Result", "main"]
 
-ROOT = Path(__file__).resolve().parents[2]
-Sections = dict[str, dict[str, Any]]
-GPT: Sections = {
-    "model": {"sequence_length": 16, "num_layers": 3, "num_heads": 2, "dim": 16, "dropout": 0.1},
-    "optimizer": {"lr": 1e-2, "warmup_steps": 3},
-    "train": {
-        "num_steps": 24,
-        "batch": 12,
-        "num_validation_sequences": 6,
-        "validate_every": 0,
-        "num_sample_tokens": 0,
-    },
-}
-VIT: Sections = {
-    "task": {"kind": "digits", "num_epochs": 4},
-    "vit": {"image_size": 8, "num_channels": 1, "patch_size": 4, "num_labels": 10,
-            "num_layers": 4, "num_heads": 2,
-            "dim": 16, "dropout": 0.1},
-    "elastic": {"freeze": "bound", "alpha": 0.4, "cache": "off"},
-    "optimizer": {"lr": 1e-2, "warmup_steps": 3, "eps": 1e-3},
-    "train": {"batch": 420, "seed": 1},
-}  # fmt: skip
-LAYOUTS: dict[str, tuple[int, Sections]] = {  # ranks, and what differs from GPT or VIT
-    "alone": (1, {}),
-    "dp 2": (2, {}),
-    "dp 3": (3, {}),
-    "zero 1, 2 ranks": (2, {"zero": {"stage": 1}}),
-    "zero 1, 3 ranks": (3, {"zero": {"stage": 1}}),
-    "zero 2, 2 ranks": (2, {"zero": {"stage": 2}}),
-    "zero 2, 3 ranks": (3, {"zero": {"stage": 2}}),
-    "zero 3, 2 ranks": (2, {"zero": {"stage": 3}}),
-    "zero 3, 3 ranks": (3, {"zero": {"stage": 3}}),
-    "tp 2": (2, {"parallel": {"tp": 2}}),
-    "pp 2": (2, {"parallel": {"pp": 2, "num_microbatches": 2}}),
-    "pp 3": (3, {"parallel": {"pp": 3, "num_microbatches": 3}}),
-    "elastic 2": (2, {"parallel": {"pp": 2}, "elastic": {}}),
-    "elastic 3": (3, {"parallel": {"pp": 3}, "elastic": {}}),
-}
 MOMENTS = ("start", "step", "step", "save", "save", "change")
 
 
@@ -111,114 +71,6 @@ class Failed(Exception):
     """What must not be."""
 
 
-def _toml(sections: Sections, name: str) -> str:
-    lines = [f'name = "{name}"']
-    for section, options in sections.items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-    return "\n".join(lines)
-
-
-class Forked:
-    """A process forked from one that has imported everything, with the ways of a
-    subprocess.Popen."""
-
-    def __init__(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.training.soak_rank"])
-        self._process = context.Process(target=target, args=arguments)
-        self._process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-Process = Forked | subprocess.Popen[bytes]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A layout's configuration in a folder of its own."""
-
-    folder: Path
-    layout: str
-    timeout: float
-
-    @property
-    def ranks(self) -> int:
-        return LAYOUTS[self.layout][0]
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "runs" / "soak"
-
-    def write(self, text: Path) -> None:
-        self.folder.mkdir(parents=True)
-        changes = LAYOUTS[self.layout][1]
-        sections = {
-            name: dict(options) for name, options in (VIT if "elastic" in changes else GPT).items()
-        }
-        for name, options in changes.items():
-            sections[name] = {**sections.get(name, {}), **options}
-        sections["train"] |= {
-            "folder": str(self.folder / "runs"),
-            "device": "cpu",
-            "checkpoint_every": 4,
-            "num_checkpoints": 3,
-        }
-        if "elastic" not in changes:
-            sections["data"] = {"path": str(text), "cache": str(text.parent / "cache")}
-        (self.folder / "run.toml").write_text(_toml(sections, "soak"))
-
-    def losses(self) -> list[float]:
-        path = self.run / "metrics.jsonl"
-        return [row["loss"] for row in read_rows(path) if "loss" in row] if path.exists() else []
-
-    def rows(self) -> int:
-        """How many lines of metrics there are, a half-written one apart."""
-        path = self.run / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def half_saved(self) -> list[Path]:
-        return list((self.run / "checkpoints").glob("*.tmp"))
-
-    def command(self) -> list[str]:
-        return [
-            str(ROOT / "benchmarks" / "training" / "soak_rank.py"),
-            str(self.folder / "run.toml"),
-            str(self.timeout),
-        ]
-
-    def fork(self, name: str, **variables: str) -> Forked:
-        log, config = self.folder / f"said-{name}.txt", self.folder / "run.toml"
-        return Forked(
-            begin, ({"OMP_NUM_THREADS": "1", **variables}, str(log), str(config), self.timeout)
-        )
-
-    def start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with open(self.folder / f"said-{name}.txt", "w") as log:
-            return subprocess.Popen(
-                [sys.executable, *command],
-                env=given,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"said-{name}.txt").read_text()
-
-
 def bare(place: Place, attempt: str) -> tuple[list[Forked], Any]:
     """The ranks without torchrun, and the store that they meet in: it outlives every one of them,
     as an agent's does."""
@@ -244,33 +96,6 @@ def bare(place: Place, attempt: str) -> tuple[list[Forked], Any]:
         )
         started.append(place.fork(f"{attempt}-rank-{rank}", **variables))
     return started, store
-
-
-def end(processes: Sequence[Process], limit: float) -> list[int | None]:
-    """Exit codes; None for a process that had to be killed because it still ran after so many
-    seconds."""
-    until = time.monotonic() + limit
-    codes: list[int | None] = []
-    for each in processes:
-        try:
-            codes.append(each.wait(max(0.0, until - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            codes.append(None)
-    for each in processes:
-        if each.poll() is None:
-            each.kill()
-            each.wait()
-    return codes
-
-
-def wait_for(what: Callable[[], bool], processes: Sequence[Process], limit: float) -> bool:
-    """Whether it came about while all of the processes lived."""
-    until = time.monotonic() + limit
-    while not what():
-        if time.monotonic() > until or any(each.poll() is not None for each in processes):
-            return what()
-        time.sleep(0.002)
-    return True
 
 
 @dataclass(frozen=True)

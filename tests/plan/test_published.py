@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan.published_runs import PAGE, TABLES, blind, fill, mean_error, worst_error
+from benchmarks.plan.published_runs import PAGE, TABLES, fill
+from benchmarks.plan.published_table import blind, mean_error, worst_error
 from pyops.plan import training_days
 from tests.plan.shapes import gpt
 

@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 import triton
 
-from benchmarks.ops.machine_code.kernel_facts import TRITON, WITH_PRODUCTS, Fact, triton_facts
+from benchmarks.ops.machine_code.kernel_facts import Fact, triton_facts
+from benchmarks.ops.machine_code.triton_cases import TRITON, WITH_PRODUCTS
 
 __all__ = [
     "BOUNDS",

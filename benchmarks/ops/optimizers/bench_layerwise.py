@@ -20,13 +20,12 @@ from benchmarks.__main__ import Options
 from benchmarks.instruments.harness import Case, Row, run_cases
 from benchmarks.instruments.rivals import of_lamb
 from benchmarks.instruments.trace import launched
-from benchmarks.ops.optimizers.bench_optim import compare, twins
+from benchmarks.ops.optimizers.parameter_lists import Step, compare, twins
 from pyops.flat import FlatBuffer
 from pyops.optim import LAMB, LARS, Adafactor
 
 __all__ = ["cases", "run"]
 
-Step = Callable[[], object]
 LAMB_HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 LARS_HYPER: dict[str, Any] = {
     "lr": 0.5,

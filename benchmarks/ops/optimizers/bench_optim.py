@@ -30,7 +30,15 @@ from benchmarks.instruments.harness import Case, Row, keep_row, run_cases
 from benchmarks.instruments.rivals import of_adamw
 from benchmarks.instruments.trace import launched
 from benchmarks.ops.optimizers.bench_kernels import LARGE, gpt2_xl
-from pyops.optim import SGD, Adagrad, AdamW, Lion
+from benchmarks.ops.optimizers.optimizer_rules import RULES, of_rule
+from benchmarks.ops.optimizers.parameter_lists import (
+    Step,
+    compare,
+    difference,
+    parameters,
+    twins,
+)
+from pyops.optim import AdamW
 
 __all__ = ["cases", "run"]
 
@@ -38,56 +46,6 @@ HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 MI, KI = 1 << 20, 1 << 10
 MANY, SOME = 1000, 256  # tensors
 HUGE = 1 << 30  # elements of which a GPU holds the states of two only
-Step = Callable[[], object]
-
-
-def parameters(
-    sizes: list[int], *, device: torch.device, dtype: torch.dtype = torch.float32
-) -> list[nn.Parameter]:
-    generator = torch.Generator(device=device).manual_seed(1)
-    found = []
-    for numel in sizes:
-        param = nn.Parameter(torch.randn(numel, generator=generator, device=device).to(dtype))
-        param.grad = torch.randn(numel, generator=generator, device=device).to(dtype)
-        found.append(param)
-    return found
-
-
-def twins(params: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
-    found = []
-    for p in params:
-        assert p.grad is not None
-        twin = nn.Parameter(p.detach().to(dtype or p.dtype, copy=True))
-        twin.grad = p.grad.to(twin.dtype, copy=True)
-        found.append(twin)
-    return found
-
-
-def difference(
-    ours: list[nn.Parameter], theirs: list[nn.Parameter], *, relative: float = 1e-5
-) -> float:
-    """The largest difference; raises when it is more than rounding."""
-    worst = 0.0
-    for a, b in zip(ours, theirs, strict=True):
-        found = float((a.detach().float() - b.detach().float()).abs().max())
-        worst = max(worst, found)
-        if found > relative * float(b.detach().float().abs().max()):
-            raise AssertionError(f"differs from torch by {found}")
-    return worst
-
-
-def compare(
-    ours: list[nn.Parameter], theirs: list[nn.Parameter], *steps: Step, relative: float = 1e-5
-) -> float:
-    """Take each step three times and return the largest difference; raises when nothing moved,
-    too."""
-    before = ours[0].detach().clone()
-    for _ in range(3):
-        for step in steps:
-            step()
-    if torch.equal(before, ours[0].detach()):
-        raise AssertionError("the step moved nothing")
-    return difference(ours, theirs, relative=relative)
 
 
 def rivals(params: list[nn.Parameter], device: torch.device) -> dict[str, Step]:
@@ -128,89 +86,6 @@ def of_sizes(name: str, sizes: list[int], *, device: torch.device, target: float
         targets={"torch fused": target} if target else {},
         observe=launched(ours.step, device),
         **aims(numel, device),
-    )
-
-
-class ForeachLion(torch.optim.Optimizer):
-    """Lion in as few calls as torch has: six passes over lists of tensors."""
-
-    def __init__(
-        self, params: list[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-        self.exp_avgs = [torch.zeros_like(p) for p in params]
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        group = self.param_groups[0]
-        params, (beta1, beta2) = group["params"], group["betas"]
-        grads = [p.grad for p in params]
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        update = torch._foreach_mul(self.exp_avgs, beta1)
-        torch._foreach_add_(update, grads, alpha=1 - beta1)
-        torch._foreach_sign_(update)
-        torch._foreach_add_(params, update, alpha=-group["lr"])
-        torch._foreach_lerp_(self.exp_avgs, grads, 1 - beta2)
-
-
-# Our class, torch's (by rival), options, bytes per fp32 element.
-RULES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int]] = {
-    "SGD": (
-        SGD,
-        {
-            "torch fused": partial(torch.optim.SGD, fused=True),
-            "torch foreach": partial(torch.optim.SGD, foreach=True),
-        },
-        {"lr": 1e-2, "weight_decay": 0.1},
-        12,
-    ),
-    "SGD momentum": (
-        SGD,
-        {
-            "torch fused": partial(torch.optim.SGD, fused=True),
-            "torch foreach": partial(torch.optim.SGD, foreach=True),
-        },
-        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-        20,
-    ),
-    "Lion": (
-        Lion,
-        {"torch foreach": ForeachLion},
-        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
-        20,
-    ),
-    "Adagrad": (
-        Adagrad,
-        {
-            "torch fused": partial(torch.optim.Adagrad, fused=True),
-            "torch foreach": partial(torch.optim.Adagrad, foreach=True),
-        },
-        {"lr": 1e-2, "weight_decay": 0.1, "initial_accumulator_value": 0.1},
-        20,
-    ),
-}
-
-
-def of_rule(
-    name: str, rule: str, count: int, numel: int, *, device: torch.device, target: float | None
-) -> Case:
-    make, rivals_of_rule, options, state_bytes = RULES[rule]
-    params = parameters([numel] * count, device=device)
-    twin = twins(params)
-    ours = make(params, **options)
-    theirs = {
-        rival: make_rival(twins(params), **options).step
-        for rival, make_rival in rivals_of_rule.items()
-    }
-    judge = next(iter(rivals_of_rule.values()))(twin, **options)
-    return Case(
-        "optim",
-        name,
-        {"pyops": ours.step, **theirs},
-        device=device,
-        check=lambda: compare(params, twin, ours.step, judge.step),
-        bytes_moved=state_bytes * count * numel,
-        targets=dict.fromkeys(theirs, target) if target else {},
     )
 
 

@@ -25,9 +25,17 @@ from torch.distributed import pipelining
 
 from benchmarks.instruments.harness import Case, Row
 from benchmarks.instruments.ranks import measure_on_ranks
-from benchmarks.parallel.data.bench_data_parallel import LAYERS, LENGTH, VOCABULARY, WIDTH, Model
+from benchmarks.parallel.data.bench_data_parallel import LAYERS, LENGTH, VOCABULARY, WIDTH
+from benchmarks.parallel.pipeline.pipeline_models import (
+    SLEEP,
+    Sleeps,
+    Tiny,
+    gpt_layers,
+    token_loss,
+)
+from benchmarks.parallel.pipeline.pipeline_steps import Ours, StagesAlone, Theirs
 from pyops.mesh import ALONE
-from pyops.pipeline import Costs, Pipeline, PipelineConfig, Schedule, profile, schedule, simulate
+from pyops.pipeline import Costs, Pipeline, Schedule, profile, schedule, simulate
 from pyops.pipeline.transport.channel import ReceiveChannel
 
 __all__ = ["run"]
@@ -35,153 +43,6 @@ __all__ = ["run"]
 SIZE, SLOW = 2, 4  # ranks
 STAGES = 4  # of the pipeline in one process
 BATCH, MICROBATCHES = 8, 4  # of the GPT
-SLEEP = 5e-3  # seconds of a forward that sleeps; input and weight gradients as long
-THEIRS = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-
-
-class Embedding(nn.Module):
-    """The beginning of Model as a layer."""
-
-    def __init__(self, whole: Model) -> None:
-        super().__init__()
-        self.tokens, self.positions = whole.tokens, whole.positions
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions.weight
-
-
-def gpt_layers() -> list[nn.Module]:
-    """The model of bench_data_parallel, layer by layer; the same weights at every call."""
-    torch.manual_seed(0)
-    whole = Model()
-    return [Embedding(whole), *whole.blocks, nn.Sequential(whole.ln, whole.head)]
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Tiny(nn.Module):
-    """A layer that has next to nothing to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-class _Slept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(SLEEP)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(2 * SLEEP)
-        return g.clone()
-
-
-class Sleeps(nn.Module):
-    """A layer that takes time and no processor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Slept.apply(x * self.scale)  # type: ignore[no-any-return]
-
-
-class _Ours:
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        made: Schedule,
-        loss: Callable[..., Tensor],
-        x: Tensor,
-        target: Tensor,
-        *,
-        steps: bool,
-    ) -> None:
-        self.pipeline = Pipeline(
-            layers,
-            schedule=made,
-            group=dist.group.WORLD,
-            loss=loss,
-            config=PipelineConfig(
-                boundaries=[0, *_cuts(len(layers), made.num_stages), len(layers)]
-            ),
-        )
-        self.x, self.target = x, target
-        self.optimizer = (
-            torch.optim.AdamW(self.pipeline.parameters(), lr=1e-4, fused=True) if steps else None
-        )
-
-    def __call__(self) -> float:
-        loss = self.pipeline.step(self.x, self.target)
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return float(loss)
-
-
-class _Theirs:
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        name: str,
-        microbatches: int,
-        loss: Callable[..., Tensor],
-        x: Tensor,
-        target: Tensor,
-        *,
-        steps: bool,
-    ) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        edges = [0, *_cuts(len(layers), size), len(layers)]
-        self.module = nn.Sequential(*layers[edges[rank] : edges[rank + 1]])
-        stage = pipelining.PipelineStage(self.module, rank, size, torch.device("cpu"))
-        self.schedule = THEIRS[name](stage, n_microbatches=microbatches, loss_fn=loss)
-        self.x, self.target = x, target
-        self.optimizer = (
-            torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True) if steps else None
-        )
-
-    def __call__(self) -> float:
-        losses: list[Tensor] = []
-        if dist.get_rank() == 0:
-            self.schedule.step(self.x)
-        else:
-            self.schedule.step(target=self.target, losses=losses)
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else 0.0
-
-
-class _StagesAlone:
-    """What the ranks' stages take for all micro-batches, one after the other, when nothing is
-    sent."""
-
-    def __init__(
-        self, layers: list[nn.Module], microbatches: int, x: Tensor, target: Tensor
-    ) -> None:
-        edges = [0, *_cuts(len(layers), dist.get_world_size()), len(layers)]
-        self.module = nn.Sequential(*layers[edges[dist.get_rank()] : edges[dist.get_rank() + 1]])
-        self.xs, self.targets = x.tensor_split(microbatches), target.tensor_split(microbatches)
-
-    def __call__(self) -> None:
-        for x, target in zip(self.xs, self.targets, strict=True):
-            y = self.module(x.detach().requires_grad_())
-            (nn.functional.mse_loss(y, target) / len(self.xs)).backward()
-
-
-def _cuts(layers: int, stages: int) -> list[int]:
-    """Where the second stage and those after it begin: equal numbers of layers."""
-    return [layers * stage // stages for stage in range(1, stages)]
 
 
 def _same_losses(*several: Callable[[], float]) -> float:
@@ -205,8 +66,8 @@ def _tiny(name: str, microbatches: int, *, device: torch.device) -> Case:
     generator = torch.Generator().manual_seed(0)
     x, target = (torch.randn(2 * microbatches, 8, generator=generator) for _ in range(2))
     made = schedule(name, num_stages=SIZE, num_microbatches=microbatches)
-    ours = _Ours(layers(), made, nn.functional.mse_loss, x, target, steps=False)
-    theirs = _Theirs(layers(), name, microbatches, nn.functional.mse_loss, x, target, steps=False)
+    ours = Ours(layers(), made, nn.functional.mse_loss, x, target, steps=False)
+    theirs = Theirs(layers(), name, microbatches, nn.functional.mse_loss, x, target, steps=False)
     worst = _same_losses(ours, theirs)
     return Case(
         bench="pipeline",
@@ -214,7 +75,7 @@ def _tiny(name: str, microbatches: int, *, device: torch.device) -> Case:
         implementations={
             "Pipeline": ours,
             "torch pipelining": theirs,
-            "stages alone": _StagesAlone(layers(), microbatches, x, target),
+            "stages alone": StagesAlone(layers(), microbatches, x, target),
         },
         check=lambda: worst,
         device=device,
@@ -282,12 +143,12 @@ def _gpt(name: str, *, device: torch.device) -> Case:
     rows = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     x, target = rows[:, :-1], rows[:, 1:]
     made = schedule(name, num_stages=SIZE, num_microbatches=MICROBATCHES)
-    ours = _Ours(gpt_layers(), made, token_loss, x, target, steps=True)
-    theirs = _Theirs(gpt_layers(), "1f1b", MICROBATCHES, token_loss, x, target, steps=True)
+    ours = Ours(gpt_layers(), made, token_loss, x, target, steps=True)
+    theirs = Theirs(gpt_layers(), "1f1b", MICROBATCHES, token_loss, x, target, steps=True)
     several: dict[str, Any] = {"Pipeline": ours, "torch Schedule1F1B": theirs}
     if name != "1f1b":
         plain = schedule("1f1b", num_stages=SIZE, num_microbatches=MICROBATCHES)
-        several["Pipeline, 1f1b"] = _Ours(gpt_layers(), plain, token_loss, x, target, steps=True)
+        several["Pipeline, 1f1b"] = Ours(gpt_layers(), plain, token_loss, x, target, steps=True)
     worst = _same_losses(*several.values())
     return Case(
         bench="pipeline",
@@ -301,7 +162,7 @@ def _gpt(name: str, *, device: torch.device) -> Case:
     )
 
 
-def _predicted(made: Schedule, ours: _Ours, x: Tensor, target: Tensor) -> dict[str, Any]:
+def _predicted(made: Schedule, ours: Ours, x: Tensor, target: Tensor) -> dict[str, Any]:
     """Milliseconds of forward and backward of a step: simulated from the layers' own profile, taken
     on both ranks at once, and measured; the median of several."""
     layers = gpt_layers()
@@ -345,7 +206,7 @@ def _slow(part: float, *, device: torch.device) -> Case:
     several, expected = [], []
     for warmup in ("b", "a"):
         made = schedule("1f1b", num_stages=SLOW, num_microbatches=microbatches, warmup=warmup)
-        ours = _Ours(
+        ours = Ours(
             [Sleeps() for _ in range(SLOW)], made, nn.functional.mse_loss, x, target, steps=False
         )
         for channel in ours.pipeline.incoming_channels():

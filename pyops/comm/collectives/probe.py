@@ -15,9 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SIZES", "Cost", "fastest", "from_json", "measure", "to_json"]
+__all__ = [
+    "SIZES",
+    "TABLE_WIDTH",
+    "Cost",
+    "fastest",
+    "from_json",
+    "measure",
+    "packed",
+    "to_json",
+    "unpacked",
+]
 
 SIZES = (4096, 1 << 20)  # bytes
+TABLE_WIDTH = 512  # bytes that a table takes between ranks
 CLEARLY = 0.5
 _REPEATS = 8
 
@@ -85,3 +96,13 @@ def to_json(table: Table) -> str:
 
 def from_json(text: str | bytes) -> Table:
     return {name: Cost(*numbers) for name, numbers in json.loads(text).items()}
+
+
+def packed(table: Table) -> bytes:
+    """A table as TABLE_WIDTH bytes, for the ranks that have another one."""
+    return to_json(table).encode().ljust(TABLE_WIDTH, b"\0")
+
+
+def unpacked(text: bytes) -> Table:
+    """The table of what `packed` made."""
+    return from_json(text.rstrip(b"\0"))

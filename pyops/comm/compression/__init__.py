@@ -5,7 +5,7 @@
 | codec.py, names.py | the base class of codecs; codecs by name |
 | floats.py, eight_bit.py, one_bit.py, topk.py | fp32 and bf16; int8, fp8 and int4; signs; the
 largest numbers |
-| power_sgd.py, low_rank.py | matrices as products of two thin ones |
-| compressed.py, compressed_shots.py | the collectives that send payloads of a codec |
+| power_sgd | matrices as products of two thin ones |
+| compressed, compressed_shots.py | the collectives that send payloads of a codec |
 | error_feedback.py, refusal.py | what compression left out, added the next time; what is refused |
 """

@@ -7,6 +7,7 @@ supports.
 |---|---|
 | transport.py | the small transport of pyops.comm.collectives, over a communicator of MPI |
 | process_group.py | torch's process group over one: the backend "mpi4py" |
+| reduction.py | operations and datatypes of torch in the terms of MPI |
 """
 
 from pyops.comm.mpi.process_group import MPIProcessGroup, register

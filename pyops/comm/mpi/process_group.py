@@ -11,7 +11,7 @@ not be in collectives of one group at a time.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.comm.mpi.reduction import (
+    HALVES,
+    average_,
+    copy_back,
+    in_place,
+    numbers_of,
+    operation_of,
+    reduce_in_place,
+)
 from pyops.comm.mpi.transport import YIELDS, MPITransport, as_bytes, finished, received, sent
 from pyops.torch_private import finished_work, has_backend
 
 __all__ = ["BACKEND", "MPIProcessGroup", "register"]
 
 BACKEND = "mpi4py"
-HALVES = (torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
 
 
@@ -193,8 +201,11 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Sum, or another op of `opts`, in place."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         for tensor in tensors:
-            _in_place(
-                tensor, op, lambda x, mpi_op: self._call("Allreduce", _in(), x, mpi_op), self.size()
+            reduce_in_place(
+                tensor,
+                op,
+                lambda x, mpi_op: self._call("Allreduce", in_place(), x, mpi_op),
+                self.size(),
             )
         return finished_work(tensors)
 
@@ -206,10 +217,10 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def call(x: Any, mpi_op: Any) -> None:
             own = self.rank() == root
-            self._call("Reduce", _in() if own else x, x if own else None, mpi_op, root)
+            self._call("Reduce", in_place() if own else x, x if own else None, mpi_op, root)
 
         for tensor in tensors:
-            _in_place(tensor, opts.reduceOp, call, self.size() if self.rank() == root else 1)
+            reduce_in_place(tensor, opts.reduceOp, call, self.size() if self.rank() == root else 1)
         return finished_work(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -217,13 +228,13 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in tensors:
             flat = tensor.contiguous()
             self._call("Bcast", as_bytes(flat), root=opts.rootRank)
-            _back(flat, tensor)
+            copy_back(flat, tensor)
         return finished_work(tensors)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         flat = output.contiguous()
         self._call("Allgather", as_bytes(tensor.contiguous()), as_bytes(flat))
-        _back(flat, output)
+        copy_back(flat, output)
         return finished_work([output])
 
     all_gather_single = _allgather_base
@@ -263,9 +274,9 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         summed = tensor.contiguous()
         wide = summed.float() if summed.dtype in HALVES else summed
         own = wide.new_empty(output.numel())
-        with_op = _operation(op, wide)
-        self._call("Reduce_scatter_block", _numbers(wide), _numbers(own), with_op)
-        _average(own, op, self.size())
+        with_op = operation_of(op, wide)
+        self._call("Reduce_scatter_block", numbers_of(wide), numbers_of(own), with_op)
+        average_(own, op, self.size())
         output.copy_(own.view(output.shape))
         return finished_work([output])
 
@@ -307,7 +318,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._call(
             "Scatter", None if rows is None else as_bytes(rows), as_bytes(flat), root=opts.rootRank
         )
-        _back(flat, outputs[0])
+        copy_back(flat, outputs[0])
         return finished_work(outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -319,7 +330,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for request in requests:
             finished(request)
         for found, output in zip(flat, outputs, strict=True):
-            _back(found, output)
+            copy_back(found, output)
         return finished_work(outputs)
 
     def alltoall_base(
@@ -335,7 +346,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         out_rows = list(output_sizes) or [len(flat) // size] * size
         in_rows = list(input_sizes) or [len(given) // size] * size
         self.alltoall(list(flat.split(out_rows)), list(given.split(in_rows)))
-        _back(flat, output)
+        copy_back(flat, output)
         return finished_work([output])
 
     all_to_all_single = alltoall_base
@@ -363,75 +374,3 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         from mpi4py import MPI
 
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
-
-
-def _in() -> Any:
-    from mpi4py import MPI
-
-    return MPI.IN_PLACE
-
-
-def _operation(op: Any, tensor: Tensor) -> Any:
-    """MPI's operation for one of torch."""
-    from mpi4py import MPI
-
-    if tensor.dtype == torch.bool:
-        known = [(dist.ReduceOp.SUM, MPI.LOR), (dist.ReduceOp.MAX, MPI.LOR)]
-        known += [(dist.ReduceOp.PRODUCT, MPI.LAND), (dist.ReduceOp.MIN, MPI.LAND)]
-    else:
-        known = [(dist.ReduceOp.SUM, MPI.SUM), (dist.ReduceOp.AVG, MPI.SUM)]
-        known += [(dist.ReduceOp.PRODUCT, MPI.PROD), (dist.ReduceOp.MIN, MPI.MIN)]
-        known += [(dist.ReduceOp.MAX, MPI.MAX), (dist.ReduceOp.BAND, MPI.BAND)]
-        known += [(dist.ReduceOp.BOR, MPI.BOR), (dist.ReduceOp.BXOR, MPI.BXOR)]
-    for torch_op, found in known:
-        if op == torch_op:
-            return found
-    raise ValueError(
-        f"the backend of MPI has no reduction {op} of {tensor.dtype}; it has SUM, AVG, PRODUCT, "
-        "MIN, MAX, BAND, BOR and BXOR"
-    )
-
-
-def _numbers(tensor: Tensor) -> list[Any]:
-    """The memory of a contiguous tensor with MPI's name of its dtype."""
-    from mpi4py import MPI
-
-    names = {
-        torch.float32: "FLOAT",
-        torch.float64: "DOUBLE",
-        torch.int8: "INT8_T",
-        torch.uint8: "UINT8_T",
-        torch.int16: "INT16_T",
-        torch.int32: "INT32_T",
-        torch.int64: "INT64_T",
-        torch.bool: "C_BOOL",
-        torch.complex64: "C_FLOAT_COMPLEX",
-        torch.complex128: "C_DOUBLE_COMPLEX",
-    }
-    if tensor.dtype not in names:
-        raise ValueError(
-            f"MPI has no reduction of {tensor.dtype}; convert it to {', '.join(map(str, names))}, "
-            "or a 16-bit float"
-        )
-    return [as_bytes(tensor), getattr(MPI, names[tensor.dtype])]
-
-
-def _in_place(tensor: Tensor, op: Any, call: Callable[[Any, Any], None], size: int) -> None:
-    """Reduce a tensor in place by `call`, of its numbers and MPI's operation; `size` divides an
-    average."""
-    as_bytes(tensor)  # refuses other devices
-    flat = tensor.contiguous()
-    wide = flat.float() if flat.dtype in HALVES else flat
-    call(_numbers(wide), _operation(op, wide))
-    _average(wide, op, size)
-    _back(wide, tensor)
-
-
-def _average(tensor: Tensor, op: Any, size: int) -> None:
-    if op == dist.ReduceOp.AVG:
-        tensor.div_(size)
-
-
-def _back(found: Tensor, tensor: Tensor) -> None:
-    if found.data_ptr() != tensor.data_ptr() or found.dtype != tensor.dtype:
-        tensor.copy_(found.view(tensor.shape))

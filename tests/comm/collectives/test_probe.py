@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import pyops
 from pyops.comm.collectives import probe
-from pyops.comm.collectives.communicator import _TABLE_WIDTH, Communicator
-from pyops.comm.collectives.probe import Cost, fastest
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.probe import TABLE_WIDTH, Cost, fastest
 from tests.workers import COSTS
 
 pytestmark = pytest.mark.cpu_only
@@ -58,7 +58,7 @@ def test_a_table_goes_round_unchanged_and_fits():
         for name in ("shared_memory", "two_shot", "native")
     }
     text = probe.to_json(table)
-    assert len(text.encode()) <= _TABLE_WIDTH
+    assert len(text.encode()) <= TABLE_WIDTH
     assert probe.from_json(text) == table
 
 

@@ -12,6 +12,7 @@ import torch
 
 from pyops.comm.collectives import probe
 from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.communicator.side_streams import SideStreams
 
 pytestmark = pytest.mark.cpu_only
 
@@ -38,7 +39,7 @@ class OnDevice:
 
 def _communicator(size: int) -> Any:
     found: Any = Communicator.__new__(Communicator)
-    found.size, found._costs, found._streams = size, {}, {}
+    found.size, found._costs, found._streams = size, {}, SideStreams()
     found._broken, found.sequence, found._uncounted = None, 0, 0
     found.transport = SimpleNamespace(bytes_sent=0)
     return found

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyops.comm.collectives import two_shot
 from pyops.comm.collectives.transport import Transport, run_virtual
-from pyops.comm.compression.low_rank import (
+from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory, low_rank_mean
+from pyops.comm.compression.power_sgd.low_rank import (
     Family,
     families,
     orthonormal,
@@ -20,7 +21,6 @@ from pyops.comm.compression.low_rank import (
     sum_last,
     unit_columns,
 )
-from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory, low_rank_mean
 from pyops.flat import FlatLayout
 
 LAYOUT = FlatLayout.plan(

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pyops.comm.collectives import two_shot
 from pyops.comm.collectives.transport import Transport, run_virtual
-from pyops.comm.compression import low_rank
-from pyops.comm.compression.low_rank import Family, families, pieces, whole_batches
-from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory, low_rank_mean
+from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory, low_rank, low_rank_mean
+from pyops.comm.compression.power_sgd.low_rank import Family, families, pieces, whole_batches
 from pyops.flat import FlatLayout
 from tests.comm.compression.test_power_sgd import gradients, reference
 

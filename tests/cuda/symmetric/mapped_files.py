@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.collectives import symmetric as memory_module
+from pyops.comm.collectives.symmetric import memory as memory_module
 from pyops.ops.communication.symmetric import Peers
 from pyops.zero.update import symmetric_update as step_module
 from tests.cuda.symmetric.test_kernel import addresses

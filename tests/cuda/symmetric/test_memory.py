@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.collectives import symmetric as module
 from pyops.comm.collectives.arithmetic import row_starts
 from pyops.comm.collectives.symmetric import (
     SymmetricBuffer,
@@ -25,6 +24,7 @@ from pyops.comm.collectives.symmetric import (
     Unavailable,
     memory_of,
 )
+from pyops.comm.collectives.symmetric import memory as module
 from pyops.comm.failure import CommunicationError
 from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.communication.symmetric import PAD_WORDS, Peers

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.ops.machine_code.ahead import variants
-from benchmarks.ops.machine_code.kernel_facts import empty
+from benchmarks.ops.machine_code.triton_cases import empty
 from benchmarks.ops.machine_code.triton_facts import (
     BOUNDS,
     EXPLAINED,

@@ -406,7 +406,9 @@ def test_one_ranks_mistake_is_raised_on_all(
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_accumulate_weight_gradient(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pyops.deferred.BLOCK_BYTES", 4 * 70 * 16)  # 16 rows of main_grad at a time
+    monkeypatch.setattr(
+        "pyops.deferred.gradients.BLOCK_BYTES", 4 * 70 * 16
+    )  # 16 rows of main_grad at a time
     dy, x = torch.randn(70, 50).to(dtype), torch.randn(70, 9).to(dtype)
     main = torch.randn(50, 9)
     reference = main.double() + dy.double().t() @ x.double()

@@ -19,34 +19,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.collectives.arithmetic import row_starts
-from pyops.comm.collectives.call_options import CallDetails, CallOptions
 from pyops.comm.collectives.communicator import Communicator
-from pyops.comm.collectives.functional import gather_bytes, reduce_scatter
-from pyops.comm.collectives.transport import Pending, Transport
-from pyops.comm.collectives.work import Work
+from pyops.comm.collectives.functional.call_options import CallDetails, CallOptions
 from pyops.comm.compression import compressed_shots as shots
 from pyops.comm.compression.codec import Codec
-from pyops.comm.compression.compressed_shots import Alone, Memory
+from pyops.comm.compression.compressed.between_nodes import all_reduce_between_nodes
+from pyops.comm.compression.compressed.call import (
+    agree_on,
+    communicator_of,
+    flat_view,
+    memory_of,
+    payload_transport,
+    run_call,
+    segment_of,
+)
 from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.comm.compression.refusal import (
     check_error,
     check_length,
     check_tensor,
-    compares,
     mistake_of,
     refuse,
-    refusing,
 )
-from pyops.comm.failure import DisagreementError
-from pyops.mesh import ProcessGroupLike, resolve
+from pyops.mesh import ProcessGroupLike
 from pyops.protocols import CollectiveCodec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["compressed_all_gather", "compressed_all_reduce", "compressed_reduce_scatter"]
-
-SEGMENT_BYTES = 4 << 20  # of the numbers behind one message
 
 
 def compressed_all_reduce(
@@ -96,9 +97,9 @@ def compressed_all_reduce(
     async_op the error comes from wait(). On CUDA without Gloo each rank raises for itself.
     """
     options = CallOptions.of("compressed_all_reduce", **details)
-    comm = _communicator(group, options)
+    comm = communicator_of(group, options)
     if within is not None:
-        return _hierarchical(
+        return all_reduce_between_nodes(
             tensor, codec, error, comm, Communicator.of(within), op, async_op, options
         )
 
@@ -115,12 +116,12 @@ def compressed_all_reduce(
             async_op=async_op,
         )
     scale = 1.0 / (comm.size if comm is not None else 1) if op == "mean" else 1.0
-    segment = _segment(options)
+    segment = segment_of(options)
 
     def call(spins: int) -> Tensor:
-        flat, copied = _flat(tensor)
-        _agree(comm, "compressed_all_reduce", flat, (codec.name, scale, segment))
-        transport, memory = _transport(comm, tensor), _memory(error, codec, comm)
+        flat, copied = flat_view(tensor)
+        agree_on(comm, "compressed_all_reduce", flat, (codec.name, scale, segment))
+        transport, memory = payload_transport(comm, tensor), memory_of(error, codec, comm)
         if isinstance(codec, CollectiveCodec):
             codec.all_reduce(flat, error=error, transport=transport, scale=scale)
         else:
@@ -131,7 +132,7 @@ def compressed_all_reduce(
             tensor.copy_(flat.view(tensor.shape))
         return tensor
 
-    return _run(comm, call, f"compressed_all_reduce{options.of_label}", tensor, codec, async_op)
+    return run_call(comm, call, f"compressed_all_reduce{options.of_label}", tensor, codec, async_op)
 
 
 def compressed_reduce_scatter(
@@ -164,7 +165,7 @@ def compressed_reduce_scatter(
         ValueError: a tensor without dims; the rest as for `compressed_all_reduce`.
     """
     options = CallOptions.of("compressed_reduce_scatter", **details)
-    comm = _communicator(group, options)
+    comm = communicator_of(group, options)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
 
     def check() -> None:
@@ -186,27 +187,29 @@ def compressed_reduce_scatter(
         )
     rows = row_starts(len(tensor), size)
     scale = 1.0 / size if op == "mean" else 1.0
-    segment = _segment(options)
+    segment = segment_of(options)
 
     def call(spins: int) -> Tensor:
-        flat, _ = _flat(tensor)
+        flat, _ = flat_view(tensor)
         width = flat.numel() // len(tensor) if len(tensor) else 0
         starts = [row * width for row in rows]
         out = flat.new_empty(starts[rank + 1] - starts[rank])
-        _agree(comm, "compressed_reduce_scatter", flat, (codec.name, scale, segment, starts))
+        agree_on(comm, "compressed_reduce_scatter", flat, (codec.name, scale, segment, starts))
         shots.reduce_scatter(
             flat,
             out,
             starts=starts,
             codec=codec,
-            transport=_transport(comm, tensor),
+            transport=payload_transport(comm, tensor),
             segment=segment,
-            memory=_memory(error, codec, comm),
+            memory=memory_of(error, codec, comm),
             scale=scale,
         )
         return out.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
 
-    return _run(comm, call, f"compressed_reduce_scatter{options.of_label}", tensor, codec, async_op)
+    return run_call(
+        comm, call, f"compressed_reduce_scatter{options.of_label}", tensor, codec, async_op
+    )
 
 
 def compressed_all_gather(
@@ -239,7 +242,7 @@ def compressed_all_gather(
         ValueError: a rank's part is not that of `length`; the rest as for `compressed_all_reduce`.
     """
     options = CallOptions.of("compressed_all_gather", **details)
-    comm = _communicator(group, options)
+    comm = communicator_of(group, options)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
 
     def check() -> None:
@@ -257,203 +260,23 @@ def compressed_all_gather(
         )
     mine = tensor if tensor.dim() else tensor.reshape(1)
     rows = row_starts(len(mine) * size if length is None else length, size)
-    segment = _segment(options)
+    segment = segment_of(options)
 
     def call(spins: int) -> Tensor:
-        flat, _ = _flat(mine)
+        flat, _ = flat_view(mine)
         width = torch.Size(mine.shape[1:]).numel()
         starts = [row * width for row in rows]
         out = flat.new_empty(starts[-1])
-        _agree(comm, "compressed_all_gather", out, (codec.name, segment, starts))
+        agree_on(comm, "compressed_all_gather", out, (codec.name, segment, starts))
         shots.all_gather(
             flat,
             out,
             starts=starts,
             codec=codec,
-            transport=_transport(comm, tensor),
+            transport=payload_transport(comm, tensor),
             segment=segment,
-            memory=_memory(error, codec, comm),
+            memory=memory_of(error, codec, comm),
         )
         return out.view(rows[-1], *mine.shape[1:])
 
-    return _run(comm, call, f"compressed_all_gather{options.of_label}", tensor, codec, async_op)
-
-
-def _hierarchical(
-    tensor: Tensor,
-    codec: Codec,
-    error: ErrorFeedback | None,
-    across: Communicator | None,
-    node: Communicator,
-    op: str,
-    async_op: bool,
-    options: CallOptions,
-) -> Any:
-    """Sum exactly within the node, each rank a part; compress that part's way between the nodes;
-    bring the parts together.
-
-    Every call joins its group's queue here, on the caller's thread, so that the order is the same
-    on all ranks; each waits for the one before on its own group's thread. What goes wrong within a
-    node is told to the other nodes.
-    """
-    if across is None:
-        raise ValueError("within= needs torch.distributed: initialise it, or call without within")
-
-    def check() -> None:
-        check_tensor(tensor, codec, op=op, segment_bytes=options.segment_bytes)
-        part = row_starts(tensor.numel(), node.size)[node.rank : node.rank + 2]
-        check_error(error, codec, x=tensor, numel=part[1] - part[0], comm=across)
-
-    what = f"compressed_all_reduce{options.of_label} between nodes"
-    if mistake := mistake_of(check):
-        return _refuse_in_node(mistake, across, node, what, tensor, async_op)
-    starts = row_starts(tensor.numel(), node.size)
-    scale, segment = (1.0 / across.size if op == "mean" else 1.0), _segment(options)
-    first = reduce_scatter(
-        _flat(tensor)[0], op=op, communicator=node, async_op=True, label=options.label
-    )
-
-    def between(spins: int) -> Tensor:
-        part = _or_tell(first, across, what)
-        _agree(across, "compressed_all_reduce", part, (codec.name, scale, segment, node.size))
-        transport, memory = _transport(across, part), _memory(error, codec, across)
-        if isinstance(codec, CollectiveCodec):
-            codec.all_reduce(part, error=error, transport=transport, scale=scale)
-        else:
-            shots.all_reduce(
-                part, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale
-            )
-        return part
-
-    second = _run(across, between, what, tensor, codec, True)
-
-    def together(spins: int) -> Tensor:
-        part = _or_tell(second, node, what).view(torch.uint8)
-        whole = part.new_empty(tensor.numel() * tensor.element_size())
-        in_bytes = [start * tensor.element_size() for start in starts]
-        gather_bytes(node, part, whole, in_bytes, spins=spins)
-        tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
-        return tensor
-
-    direct = tensor.is_cuda and not _staged(node, tensor)
-    return node.run(
-        together, what=f"{what}, all_gather within", tensor=tensor, async_op=async_op, direct=direct
-    )
-
-
-def _refuse_in_node(
-    mistake: Exception,
-    across: Communicator,
-    node: Communicator,
-    what: str,
-    tensor: object,
-    async_op: bool,
-) -> Any:
-    """As `refuse`, in the place of the three calls of `_hierarchical`."""
-    if not (compares(node, tensor) and compares(across, tensor)):
-        raise mistake
-
-    def run(comm: Communicator, call: Any, async_op: bool) -> Any:
-        return comm.run(
-            call, what=what, tensor=torch.empty(0, device="cpu"), async_op=async_op, direct=False
-        )
-
-    first = run(node, refusing(mistake, node, what=what), True)
-    second = run(across, lambda spins: _or_tell(first, across, what), True)
-    return run(node, lambda spins: _or_tell(second, node, what), async_op)
-
-
-def _or_tell(before: Work, comm: Communicator, what: str) -> Tensor:
-    """What `before` gives; where it gives an error instead, the ranks of `comm`, which will wait
-    for this one, are told."""
-    try:
-        return before.wait()
-    except (DisagreementError, TypeError, ValueError) as error:
-        if comm.size > 1:
-            comm.agree(what, refusal=error)
-        raise
-
-
-class _OverHost:
-    """A transport for payloads on a GPU whose group only carries CPU tensors."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner, self.rank, self.size = inner, inner.rank, inner.size
-
-    def post(self, sends: Any, receives: Any) -> Pending:
-        arriving = [
-            (torch.empty(t.shape, dtype=t.dtype, device="cpu"), peer) for t, peer in receives
-        ]
-        pending = self._inner.post([(t.cpu(), peer) for t, peer in sends], arriving)
-        return _Arriving(
-            pending, [(t, host) for (t, _), (host, _) in zip(receives, arriving, strict=True)]
-        )
-
-
-class _Arriving:
-    def __init__(self, pending: Pending, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self._pending, self._pairs = pending, pairs
-
-    def wait(self) -> None:
-        self._pending.wait()
-        for tensor, host in self._pairs:
-            tensor.copy_(host)
-
-
-def _staged(comm: Communicator | None, tensor: Tensor) -> bool:
-    return comm is not None and tensor.is_cuda and comm.backend(tensor.device) == "gloo"
-
-
-def _transport(comm: Communicator | None, tensor: Tensor) -> Transport:
-    if comm is None:
-        return Alone()
-    return _OverHost(comm.transport) if _staged(comm, tensor) else comm.transport
-
-
-def _communicator(group: ProcessGroupLike, options: CallOptions) -> Communicator | None:
-    """That of the group; None for one process."""
-    if options.communicator is not None:
-        return options.communicator
-    ranks = resolve(group, "a compressed collective")
-    return None if ranks is None else Communicator.of(ranks)
-
-
-def _run(
-    comm: Communicator | None, call: Any, what: str, tensor: Tensor, codec: Codec, async_op: bool
-) -> Any:
-    what = f"{what} ({tensor.numel()} elements of {tensor.dtype}, {codec.name})"
-    with torch.no_grad():
-        if comm is None:
-            return Work(call(0)) if async_op else call(0)
-        return comm.run(
-            call,
-            what=what,
-            tensor=tensor,
-            async_op=async_op,
-            direct=tensor.is_cuda and not _staged(comm, tensor),
-        )
-
-
-def _agree(comm: Communicator | None, kind: str, flat: Tensor, details: tuple[Any, ...]) -> None:
-    if comm is not None and comm.size > 1 and (not flat.is_cuda or _staged(comm, flat)):
-        comm.agree(kind, numel=flat.numel(), dtype=flat.dtype, details=details)
-
-
-def _memory(error: ErrorFeedback | None, codec: Codec, comm: Communicator | None) -> Memory:
-    if error is None:
-        return Memory(seed=comm.sequence if comm is not None else 0)
-    error.rounds += 1
-    if not codec.feedback:
-        return Memory(flag=error.overflowed, seed=error.rounds)
-    return Memory(error.worker, error.server, error.overflowed, error.rounds)
-
-
-def _segment(options: CallOptions) -> int:
-    """Numbers behind one message."""
-    return (SEGMENT_BYTES if options.segment_bytes is None else options.segment_bytes) // 4
-
-
-def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
-    """(the flat contiguous tensor, whether it is a copy)"""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat, flat.data_ptr() != tensor.data_ptr()
+    return run_call(comm, call, f"compressed_all_gather{options.of_label}", tensor, codec, async_op)

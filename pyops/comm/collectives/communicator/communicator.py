@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -26,6 +24,18 @@ from torch import Tensor
 
 from pyops import flight_record
 from pyops.comm.collectives import probe
+from pyops.comm.collectives.communicator.candidates import candidates, cost_key
+from pyops.comm.collectives.communicator.departures import departed, note_departure
+from pyops.comm.collectives.communicator.fingerprint import (
+    FINGERPRINT_WIDTH,
+    REFUSAL_WIDTH,
+    check_equal,
+    check_refused,
+    fingerprint_of,
+    refusal_text,
+    refusing_ranks,
+)
+from pyops.comm.collectives.communicator.side_streams import SideStreams
 from pyops.comm.collectives.shared_memory import (
     AGREEMENT,
     SPINS_ALONE,
@@ -34,20 +44,15 @@ from pyops.comm.collectives.shared_memory import (
     Unavailable,
 )
 from pyops.comm.collectives.transport import exchange_bytes, transport_of
-from pyops.comm.collectives.work import StreamWork, Work, Worker
+from pyops.comm.collectives.work import Work, Worker
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
 from pyops.failure import naming_lost_ranks
 from pyops.mesh import Alone, ProcessGroupLike, resolve
-from pyops.torch_private import backend_name, group_store, group_timeout
+from pyops.torch_private import backend_name, group_timeout
 
 __all__ = ["ALGORITHMS", "Communicator", "release"]
 
 ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory", "symmetric")
-_ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
-_FINGERPRINT = struct.Struct("<16s3q")
-_REFUSED = b"refused"  # in the place of a dtype's name
-_REFUSAL_WIDTH = 1024
-_TABLE_WIDTH = 512
 
 # The one cache at module level: what belongs to a group lives as long as the group and is found by
 # it. Entries don't hold their group, so a destroyed one is forgotten by itself; a group that is
@@ -90,7 +95,7 @@ class Communicator:
         )
         self._costs: dict[tuple[str, str], probe.Table] = {}
         self._broken: CommunicationError | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self._streams = SideStreams()
         self.symmetric: dict[torch.device, Any] = {}  # symmetric.memory_of; None: there is none
 
     @staticmethod
@@ -185,11 +190,11 @@ class Communicator:
         if direct:
             named = partial(self._named, call, what=what, number=number)
             if async_op:
-                return noted(lambda: self._on_stream(named, tensor))
+                return noted(lambda: self._streams.put(named, tensor))
             return noted(lambda: named(SPINS_ALONE))
         if not async_op and not self.worker.busy:
             return noted(lambda: self._guarded(call, SPINS_ALONE, what, number))
-        there = self._in_thread(call, tensor) if tensor.is_cuda else call
+        there = self._streams.for_thread(call, tensor) if tensor.is_cuda else call
         work = self.worker.submit(
             lambda: noted(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
         )
@@ -263,10 +268,7 @@ class Communicator:
         raise error
 
     def _leaving(self, error: Exception, spins: int) -> Tensor:
-        self._store.set(self._note(self.rank), f"{type(error).__name__}: {error}")
-        # A TCPStore does not wait until the server has what is set; an answer comes after it. The
-        # other ranks look for the note as soon as they have heard of this rank.
-        self._store.check([self._note(self.rank)])
+        note_departure(self.group, number=self._current, rank=self.rank, error=error)
         try:
             self.agree("leaving", refusal=error)
         finally:
@@ -275,59 +277,10 @@ class Communicator:
                 self._broken = CommunicationError(f"this rank left: {error}", ranks=[self.rank])
         raise error
 
-    @property
-    def _store(self) -> dist.Store:
-        store: dist.Store = group_store(self.group)
-        return store
-
-    def _note(self, rank: int) -> str:
-        return f"pyops/left/{self._current}/{rank}"
-
     def _gone(self) -> tuple[list[int], str] | None:
         """Which ranks have left in the place of the present collective, and why, in words. None:
         none."""
-        ranks = [rank for rank in range(self.size) if self._store.check([self._note(rank)])]
-        if not ranks:
-            return None
-        why = "; ".join(
-            f"rank {rank} left: {self._store.get(self._note(rank)).decode()}" for rank in ranks
-        )
-        return ranks, f"{why}; start the ranks anew, or make new groups"
-
-    def _on_stream(self, call: Callable[[int], Tensor], tensor: Tensor) -> Work:
-        """Put the collective on a stream of its own, after what the current stream has so far."""
-        stream = self._stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        tensor.record_stream(stream)
-        with torch.cuda.stream(stream):
-            result = call(SPINS_ALONE)
-            # An `out` of the caller's: freed with a Work that nobody waits for, its memory would be
-            # given to the caller's stream while it is still being written.
-            result.record_stream(stream)
-            return StreamWork(result, stream.record_event())
-
-    def _in_thread(self, call: Callable[[int], Tensor], tensor: Tensor) -> Callable[[int], Tensor]:
-        """The call for the thread, whose current stream is not the caller's: after what that one
-        has so far, and to its end, so that whoever waits for the thread may use the result on any
-        stream."""
-        stream = self._stream(tensor.device)
-        ready = torch.cuda.current_stream(tensor.device).record_event()
-        tensor.record_stream(stream)
-
-        def there(spins: int) -> Tensor:
-            with torch.cuda.stream(stream):
-                stream.wait_event(ready)
-                result = call(spins)
-                stream.synchronize()
-            return result
-
-        return there
-
-    def _stream(self, device: torch.device) -> Any:
-        """The one that collectives of this device's tensors have beside that of the program."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+        return departed(self.group, number=self._current, size=self.size)
 
     # --- choosing
     # ----------------------------------------------------------------------------------------------
@@ -356,14 +309,8 @@ class Communicator:
     def choose(
         self, algorithm: str, flat: Tensor, *, runners: Callable[[str], Callable[[Tensor], None]]
     ) -> str:
-        """The name of the algorithm to run. "auto": the fastest by measurement, a collective at a
-        group's first call.
-
-        "auto" weighs only algorithms that give the same bits, so a measurement never changes a
-        result: on the CPU those that sum in rank order, and others where the order does not matter
-        (two ranks, integers). On CUDA NCCL's own is taken without a measurement, which would wait
-        for the device in the middle of a backward and end a capture; another backend's is weighed
-        against two_shot where the order does not matter, and taken elsewhere.
+        """The name of the algorithm to run. "auto": the fastest of `candidates` by measurement, a
+        collective at a group's first call.
 
         Args:
             algorithm: A name, or "auto".
@@ -372,28 +319,15 @@ class Communicator:
         """
         if algorithm != "auto" or self.size == 1:
             return algorithm
-        key = (
-            flat.device.type,
-            "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype),
-        )
+        key = cost_key(flat)
         if (table := self._costs.get(key)) is not None:
             return probe.fastest(table, nbytes=flat.numel() * flat.element_size())
-        any_order = self.size == 2 or flat.dtype in _ORDER_FREE
-        if flat.is_cuda:
-            weighed = any_order and self.backend(flat.device) != "nccl"
-            names = ["native", "two_shot"] if weighed else ["native"]
-            names = (
-                ["two_shot"] if flat.dtype == torch.int16 else names
-            )  # of which NCCL knows no sums
-        else:
-            names = ["two_shot", "ring"] if any_order else ["two_shot"]
-            try:
-                self.shared_memory()
-                names.insert(0, "shared_memory")
-            except DisagreementError:
-                raise
-            except ValueError:
-                pass
+        names = candidates(
+            flat,
+            size=self.size,
+            backend=lambda: self.backend(flat.device),
+            share_memory=self._shares_memory,
+        )
         if len(names) == 1:
             return names[0]
         presumed = self.presumed_costs.get(key, {})
@@ -412,16 +346,26 @@ class Communicator:
             self._costs[key] = self._of_rank_0(table, flat.device)
         return probe.fastest(self._costs[key], nbytes=flat.numel() * flat.element_size())
 
+    def _shares_memory(self) -> bool:
+        """Whether the ranks share memory. Collective at the first call."""
+        try:
+            self.shared_memory()
+        except DisagreementError:
+            raise
+        except ValueError:
+            return False
+        return True
+
     def _of_rank_0(self, table: probe.Table, device: torch.device) -> probe.Table:
-        padded = probe.to_json(table).encode().ljust(_TABLE_WIDTH, b"\0")
+        packed = probe.packed(table)
         if device.type == "cpu":
-            return probe.from_json(
-                exchange_bytes(self.transport, padded, width=_TABLE_WIDTH)[0].rstrip(b"\0")
+            return probe.unpacked(
+                exchange_bytes(self.transport, packed, width=probe.TABLE_WIDTH)[0]
             )
-        on_device = torch.tensor(list(padded), dtype=torch.uint8, device=device)
+        on_device = torch.tensor(list(packed), dtype=torch.uint8, device=device)
         with naming_lost_ranks("the choice of an algorithm", group=self.group):
             dist.broadcast(on_device, group_src=0, group=self.group)
-        return probe.from_json(bytes(on_device.tolist()).rstrip(b"\0"))
+        return probe.unpacked(bytes(on_device.tolist()))
 
     def agree(
         self,
@@ -441,47 +385,26 @@ class Communicator:
             refusal: Why this rank can't take part. It is raised here, and told to the others, who
                 raise a DisagreementError.
         """
-        name = str(dtype).removeprefix("torch.").encode()[:16] if refusal is None else _REFUSED
-        check = zlib.crc32(repr((kind, details)).encode())
-        fingerprint = _FINGERPRINT.pack(name, numel, self._current, check)
+        fingerprint = fingerprint_of(
+            kind,
+            numel=numel,
+            dtype=dtype,
+            number=self._current,
+            details=details,
+            refused=refusal is not None,
+        )
+        texts: list[bytes] = []
         try:
-            fingerprints = self._exchange(fingerprint, width=_FINGERPRINT.size)
-            refused = [
-                rank
-                for rank, theirs in enumerate(fingerprints)
-                if _FINGERPRINT.unpack(theirs)[0].rstrip(b"\0") == _REFUSED
-            ]
-            if refused:
-                text = (
-                    b""
-                    if refusal is None
-                    else f"{type(refusal).__name__}: {refusal}".encode()[:_REFUSAL_WIDTH]
-                )
-                texts = self._exchange(text, width=_REFUSAL_WIDTH)
+            fingerprints = self._exchange(fingerprint, width=FINGERPRINT_WIDTH)
+            if refused := refusing_ranks(fingerprints):
+                texts = self._exchange(refusal_text(refusal), width=REFUSAL_WIDTH)
         except DisagreementError:
             if refusal is None:
                 raise
         if refusal is not None:
             raise refusal
-        if refused:
-            why = "; ".join(
-                f"rank {r} refused: {texts[r].rstrip(bytes(1)).decode(errors='ignore')}"
-                for r in refused
-            )
-            raise DisagreementError(f"{why}; no rank has changed anything", ranks=refused)
-        for peer, theirs in enumerate(fingerprints):
-            if theirs != fingerprint:
-                their_dtype, their_numel, their_number, _ = _FINGERPRINT.unpack(theirs)
-                raise DisagreementError(
-                    f"rank {self.rank} called its collective {self._current}, {kind} of "
-                    f"{numel} elements of "
-                    f"{name.decode()} {details}; rank {peer} called its collective "
-                    f"{their_number}, with {their_numel} elements "
-                    f"of {their_dtype.rstrip(bytes(1)).decode()} or other options; ranks "
-                    "must call the same collectives in the "
-                    "same order, with equal shapes, dtypes and options",
-                    ranks=[peer],
-                )
+        check_refused(refused, texts)
+        check_equal(fingerprints, rank=self.rank, kind=kind, details=details)
 
     def _exchange(self, payload: bytes, *, width: int) -> list[bytes]:
         """Every rank's payload, filled up to `width` bytes. Where there is shared memory it goes

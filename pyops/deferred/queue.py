@@ -1,18 +1,8 @@
-"""Weight gradients: at once, in fp32 beside the weight, or put off until a pipeline has nothing
-better to do.
+"""The queue of weight gradients that were put off.
 
-    I  with queue.collecting():           dy --> dx = dy W --> ...          dy, x --> queue
-           torch.autograd.backward(loss)
-    W  queue.take().accumulate()          dW = dy^T x, db = sum of dy --> .grad or main_grad, hooks
-
-A layer asks `weight_gradient` for the gradients of its weight and bias; whether a parameter carries
-a queue (`deferred`) or an fp32 sum (`main_grad`) is no business of the layer's. Linear layers do:
-those of pyops.tensor_parallel, and torch.nn.Linear after `linears(module)`. A norm's weight
-gradient comes with that of its input for nothing, and a convolution's, an embedding's or any other
-module's is autograd's: they are not put off.
-
-I then W has the bits of one backward pass. (The split: Qi et al., "Zero Bubble Pipeline
-Parallelism", 2024, section 2.)
+with queue.collecting():            dy, x --> queue
+    torch.autograd.backward(loss)
+queue.take().accumulate()           dW = dy^T x, db = sum of dy --> .grad or main_grad, hooks
 """
 
 from __future__ import annotations
@@ -22,23 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
+from pyops.deferred.gradients import local_gradient
 from pyops.torch_private import post_accumulate_grad_hooks, tensor_hooks
 
-__all__ = [
-    "Deferred",
-    "Pieces",
-    "accumulate_weight_gradient",
-    "is_marked",
-    "linear",
-    "linears",
-    "remove",
-    "weight_gradient",
-]
-
-BLOCK_BYTES = 8 << 20  # of widened operands
+__all__ = ["Deferred", "Pieces"]
 
 
 class Deferred:
@@ -220,7 +199,7 @@ class _Waiting:
                     "been changed in place since; accumulate() before a buffer of "
                     "activations or gradients is filled again"
                 )
-            found = _gradient(self.parameter, dy, x)
+            found = local_gradient(self.parameter, dy, x)
             total = found if total is None or found is None else total.add_(found)
         return total
 
@@ -255,163 +234,3 @@ def _refilled(
     if hooks is not None:
         hooks.update(held)
     held.clear()
-
-
-def is_marked(parameter: Tensor | None) -> bool:
-    """Whether its gradient may go elsewhere than to .grad at once: autograd's own product doesn't
-    know."""
-    return hasattr(parameter, "deferred") or hasattr(parameter, "main_grad")
-
-
-def weight_gradient(parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
-    """The gradient of a linear layer's weight, dy^T x, or of its bias, the sum of dy (x None),
-    shaped as the parameter.
-
-    None where it was put off, or added to the weight's `main_grad`, [..., in] of fp32 or float64 (a
-    bias has none).
-    dy [rows, out], x [rows, in], of one dtype; parameter [.., in] or [..] with out elements in its
-    leading dims.
-
-    Args:
-        parameter: A weight [.., in], or a bias [..], with out elements in its leading dims.
-        dy: The gradient of the output, [rows, out].
-        x: The input, [rows, in], of the dtype of dy; None for a bias.
-    """
-    queue = getattr(parameter, "deferred", None)
-    if queue is not None and queue.put(parameter, dy, x):
-        return None
-    return _gradient(parameter, dy, x)
-
-
-def _gradient(parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return dy.sum(0).view(parameter.shape).to(parameter.dtype)
-    main = getattr(parameter, "main_grad", None)
-    if main is None:
-        return (dy.t() @ x).view(parameter.shape).to(parameter.dtype)
-    accumulate_weight_gradient(main.view(-1, main.shape[-1]), dy, x)
-    return None
-
-
-def accumulate_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy^T x, in place, in the dtype of main_grad: no 16-bit sum over micro-batches or
-    chunks.
-
-    main_grad [out, in], float32 or float64; dy [rows, out] and x [rows, in] of one dtype, no wider.
-
-    Moves 8 bytes per weight, where a product in 16 bits and an addition move 12, and rounds once
-    less. On CUDA it is one product of cuBLAS that takes 16-bit operands and accumulates in fp32; on
-    the CPU, whose libraries have none, a block of operands at a time is widened to fp32.
-
-    Args:
-        main_grad: [out, in], float32 or float64.
-        dy: The gradient of the output, [rows, out].
-        x: The input, [rows, in], of the dtype of dy, no wider than main_grad.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    if main_grad.shape != (dy.shape[1], x.shape[1]) or len(dy) != len(x):
-        raise ValueError(
-            f"main_grad {tuple(main_grad.shape)} must be [out, in] for dy [rows, out] "
-            "and x [rows, in]; got dy "
-            f"{tuple(dy.shape)} and x {tuple(x.shape)}"
-        )
-    if main_grad.dtype not in (torch.float32, torch.float64) or dy.dtype != x.dtype:
-        raise ValueError(
-            "main_grad must be float32 or float64, dy and x of one dtype; got "
-            f"{main_grad.dtype}, {dy.dtype} and {x.dtype}"
-        )
-    if dy.dtype == main_grad.dtype:
-        main_grad.addmm_(dy.t(), x)
-    elif main_grad.dtype == torch.float64 or not main_grad.is_cuda:
-        wide = x.to(main_grad.dtype)
-        each = max(1, BLOCK_BYTES // (max(1, len(dy)) * main_grad.element_size()))
-        for start in range(0, dy.shape[1], each):
-            block = dy[:, start : start + each].to(main_grad.dtype)
-            main_grad[start : start + each].addmm_(block.t(), wide)
-    else:
-        torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, torch.float32, out=main_grad)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's linear, x W^T + b, whose weight and bias may carry a queue; the weight an fp32
-    `main_grad`, too.
-
-    x [..., in], weight [out, in], bias [out]. Under autocast in its dtype. A compiled region puts
-    nothing off.
-
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out], or None.
-    """
-    if not is_marked(weight) or torch.compiler.is_compiling():
-        return functional.linear(x, weight, bias)
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if autocast else None
-    y: Tensor = _Linear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
-    ) -> Tensor:
-        ctx.parameters, ctx.dtype = (
-            (weight, bias),
-            dtype,
-        )  # those that carry the marks; what is unpacked may be aliases
-        x = x if dtype is None else x.to(dtype)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        w, b = (t if t is None or dtype is None else t.to(dtype) for t in (weight, bias))
-        with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x, w, b)  # type: ignore[arg-type]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, saved = ctx.saved_tensors
-        weight, bias = ctx.parameters
-        need_x, need_w, need_b, _ = ctx.needs_input_grad
-        dx = dy @ (saved if ctx.dtype is None else saved.to(ctx.dtype)) if need_x else None
-        rows = dy.reshape(-1, dy.shape[-1])
-        dw = weight_gradient(weight, rows, x.reshape(-1, x.shape[-1])) if need_w else None
-        return dx, dw, weight_gradient(bias, rows, None) if need_b else None, None
-
-
-class _Forward:
-    """Stands in for the forward of a torch.nn.Linear."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return linear(input, self.module.weight, self.module.bias)
-
-
-def linears(module: nn.Module) -> list[str]:
-    """Let every torch.nn.Linear in `module` ask `weight_gradient`; returns their names.
-
-    Their `forward` is replaced on the instance: names, parameters, state_dict and hooks stay.
-    Subclasses, and layers whose forward somebody else has replaced, are left as they are.
-    """
-    names = []
-    for name, layer in module.named_modules():
-        if type(layer) is nn.Linear and "forward" not in layer.__dict__:
-            layer.forward = _Forward(layer)  # type: ignore[method-assign]
-            names.append(name)
-    return names
-
-
-def remove(module: nn.Module) -> list[str]:
-    """Undo `linears`; returns the layers' names."""
-    found = [
-        (name, layer)
-        for name, layer in module.named_modules()
-        if isinstance(layer.__dict__.get("forward"), _Forward)
-    ]
-    for _, layer in found:
-        del layer.forward
-    return [name for name, _ in found]
