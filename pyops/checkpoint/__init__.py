@@ -16,7 +16,7 @@ from pyops.checkpoint.folder import Checkpoints, save
 from pyops.checkpoint.format.lazy_tensor import LazyTensor
 from pyops.checkpoint.format.manifest import CheckpointError
 from pyops.checkpoint.loading import Reader, load
-from pyops.checkpoint.memory import MemoryCheckpoints
+from pyops.checkpoint.memory.checkpoints import MemoryCheckpoints
 from pyops.renamed import missing_attribute
 
 __all__ = [

@@ -69,7 +69,7 @@ FLOORS = {
     "checkpoint": [
         ["format"],
         ["flat_state", "loading", "writing"],
-        ["background", "distributed", "snapshot"],
+        ["background", "distributed"],
         ["folder", "memory"],
         ["convert"],
     ],

@@ -6,44 +6,50 @@
     node B, rank 1   [state of 0] [state of 1]        /dev/shm/pyops-RUN/rank-00001
 
 A process that is killed leaves its node's memory as it is; a node that is lost has a neighbor that
-keeps its state. After a restart the newest step of which every rank's state is there somewhere is
-written to the run's folder as an ordinary checkpoint, from which the run goes on as from any
-(Wang et al., Gemini, SOSP 2023; the local checkpoints of Megatron Core).
+keeps its state. After a restart, on any number of ranks and in any order of the hosts, the newest
+step of which every rank's state is there somewhere is written to the run's folder as an ordinary
+checkpoint, from which the run goes on as from any (Wang et al., Gemini, SOSP 2023; the local
+checkpoints of Megatron Core).
+
+What is whole, while step 30 is saved over the copies of step 20:
+
+    of       own memory   neighbor's
+    rank 0   20, 30       20            killed now: 30, which both have in their own memory, or,
+    rank 1   20, 30       20            where a node is lost as well, 20
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from pyops.checkpoint.format.manifest import CheckpointError
-from pyops.checkpoint.snapshot import (
-    HEADER,
+from pyops.checkpoint.memory.claims import claims_of, newest
+from pyops.checkpoint.memory.exchange import exchange
+from pyops.checkpoint.memory.room import check_owner, device_of, machine, room_in
+from pyops.checkpoint.memory.snapshot import (
     Header,
     Snapshot,
     put_in_place,
+    rank_folder,
     snapshot_name,
     write_header,
 )
 from pyops.checkpoint.writing import Plan, commit, discard, make_empty, prepare, write
-from pyops.comm.agreement import agree, gather, naming_lost_ranks, on_first_rank, ranks_agree
+from pyops.comm.agreement import agree, gather, on_first_rank, ranks_agree
 
 __all__ = ["MemoryCheckpoints", "neighbor_distance"]
 
-CHUNK = 32 << 20  # bytes of a message to the neighbor
 KEPT = 2  # last steps; a rank that is killed while it writes one has the step before
 HEADER_BYTES = 1 << 16  # about what a header takes
 FP32_BYTES = 4
-Claim = tuple[int, int, int, str, str]  # step, whose state, the rank that sees it, host, folder
 
 
 def neighbor_distance(hosts: Sequence[str]) -> int:
@@ -51,7 +57,7 @@ def neighbor_distance(hosts: Sequence[str]) -> int:
     can be.
 
     Args:
-        hosts: Name of each rank's host, in rank order.
+        hosts: What names each rank's host, in rank order.
     """
     size = len(hosts)
 
@@ -76,15 +82,19 @@ class MemoryCheckpoints:
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._run, self._root = run, Path(folder)
         self.folder = self._root / f"pyops-{run}"
-        self._host = socket.gethostname()
-        distance = neighbor_distance(gather(self._host))
+        self._machine = machine()
+        told = gather((self._machine, time.time_ns()))
+        self._attempt = told[0][1]
+        self._begun = False  # whether this attempt has saved
+        self._newest: int | None = None  # the last step that all ranks and their neighbors have
+        distance = neighbor_distance([host for host, _ in told])
         self._to = (self._rank + distance) % self._size
         self._from = (self._rank - distance) % self._size
 
     @property
     def own_folder(self) -> Path:
         """Where this rank keeps its own state and that of the rank whose neighbor it is."""
-        return self.folder / _place_of(self._rank)
+        return self.folder / rank_folder(self._rank)
 
     def check_room(self, state: Any, *, own: Any = None, states_to_come: int = 0) -> None:
         """Refuse a memory that is too small, before anything is written there. A collective.
@@ -99,27 +109,17 @@ class MemoryCheckpoints:
         plan = prepare(self.own_folder, state, own=own, group=None, place=False)
         extra = states_to_come * FP32_BYTES * plan.numel
         sizes = gather(plan.nbytes + HEADER_BYTES + extra)
-        copies = {self._rank, self._from}
-        wanted = KEPT * sum(sizes[rank] for rank in copies)
-        error: Exception | None = None
-        there, device, held = 0, 0, 0
+        wanted = KEPT * sum(sizes[rank] for rank in {self._rank, self._from})
+        room, error = None, None
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            disk = os.statvfs(self._root)
-            there, device = disk.f_bavail * disk.f_frsize, os.stat(self._root).st_dev
-            held = sum(path.stat().st_size for path in self.own_folder.glob("*/*"))
+            room = room_in(self._root, self.folder, wanted=wanted)
         except OSError as caught:
             error = self._refusal(caught)
-        agree(error)
-        place = (self._host, device)
-        same = [(w, h) for p, w, h in gather((place, wanted, held)) if p == place]
-        wanted, there = sum(w for w, _ in same), there + sum(h for _, h in same)
-        if wanted > there:
-            error = CheckpointError(
-                f"the checkpoints in memory of {len(same)} ranks on {self._host} take {wanted} "
-                f"bytes, and {self._root} has {there}: mount more memory there (mount -o "
-                "remount,size=...; for a container --shm-size), name another folder, or take none"
-            )
+        except CheckpointError as caught:
+            error = caught
+        everyone = gather(room)
+        if room is not None:
+            error = room.refusal(self._root, [each for each in everyone if each is not None])
         agree(error)
 
     def save(self, step: int, state: Any, *, own: Any = None) -> None:
@@ -135,82 +135,60 @@ class MemoryCheckpoints:
             TypeError: For a state that a checkpoint can't hold, before anything is written.
         """
         folder = self.own_folder / snapshot_name(step, self._rank)
+        if not self._begun:
+            self._remove_left()
         plan = prepare(folder, state, own=own, group=None, place=False)
+        files: list[tuple[str, int]] = []
         with ranks_agree():
             try:
-                # All ranks have met, so the newest step before is whole on all of them.
-                self._remove_older(step)
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.own_folder.mkdir(exist_ok=True)
+                self._keep_only(self._newest)
                 make_empty(plan.aside)
-                header = Header(self._run, step, self._rank, self._size, write(plan))
+                header = Header(self._run, self._attempt, step, self._rank, self._size, write(plan))
                 write_header(plan.aside, replace(header, state_tree=plan.state_tree))
+                files = [(path.name, path.stat().st_size) for path in plan.aside.iterdir()]
                 put_in_place(plan.aside, folder)
-            except OSError as error:
-                raise self._refusal(error) from None
+            except (OSError, CheckpointError) as error:  # the memory is full, say
+                shutil.rmtree(plan.aside, ignore_errors=True)
+                raise self._refusal(error.__cause__ or error) from None
         if self._size > 1:
-            self._send_and_keep(folder, step)
+            self._send_and_keep(folder, files, step)
+        before, self._newest = self._newest, step
+        if before is not None and before > step:  # the run was set back: it goes on from here
+            self._keep_only(step)
 
-    def _remove_older(self, step: int) -> None:
-        """Leave the newest step before this one, and nothing that a killed process left."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.own_folder.mkdir(exist_ok=True)
-        whole: list[Path] = []
-        other: list[Path] = []
+    def _remove_left(self) -> None:
+        """Remove what an earlier attempt left on this host, before any rank writes: the newest that
+        was whole is on the disk, as this attempt began with it or with something newer."""
+        with ranks_agree():
+            check_owner(self.folder)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._begun = True
+
+    def _keep_only(self, step: int | None) -> None:
+        """Of what this rank has, leave the copies of this step: one that not all ranks have whole
+        is not what they go on from, and a killed process leaves parts."""
+        kept = set[str]()
+        if step is not None:
+            kept = {snapshot_name(step, source) for source in (self._rank, self._from)}
         for path in self.own_folder.iterdir():
-            try:
-                found = Snapshot.read(path, run=self._run, world=self._size)
-            except CheckpointError:
-                other.append(path)
-                continue
-            kept = found.header.rank in (self._rank, self._from) and found.header.step < step
-            (whole if kept else other).append(path)
-        for source in {self._rank, self._from}:
-            names = sorted(path for path in whole if path.name.endswith(f".of-{source:05}"))
-            other += names[: 1 - KEPT]
-        for path in other:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _send_and_keep(self, folder: Path, step: int) -> None:
+    def _send_and_keep(self, folder: Path, files: Sequence[tuple[str, int]], step: int) -> None:
         """Send this rank's snapshot, and keep that of the rank whose neighbor it is."""
-        mine = [(path.name, path.stat().st_size) for path in sorted(folder.iterdir())]
-        theirs = gather(mine)[self._from]
         kept = self.own_folder / snapshot_name(step, self._from)
         aside = kept.with_name(kept.name + ".tmp")
-        outgoing, incoming = _pieces(mine), _pieces(theirs)
-        error: Exception | None = None
-        try:
-            make_empty(aside)
-        except CheckpointError as caught:
-            error = caught
-        with naming_lost_ranks("handing a checkpoint to the neighbor", group=None):
-            for turn in range(max(len(outgoing), len(incoming))):
-                works, arrived = [], None
-                if turn < len(outgoing):
-                    name, start, length = outgoing[turn]
-                    try:
-                        piece = np.fromfile(folder / name, np.uint8, length, offset=start)
-                    except OSError as caught:
-                        error = error or self._refusal(caught)
-                        piece = np.zeros(length, np.uint8)  # the neighbor waits for so many bytes
-                    works.append(dist.isend(torch.from_numpy(piece), self._to))
-                if turn < len(incoming):
-                    arrived = torch.empty(incoming[turn][2], dtype=torch.uint8, device="cpu")
-                    works.append(dist.irecv(arrived, self._from))
-                for work in works:
-                    if work is not None:
-                        work.wait()
-                if arrived is None or error is not None:
-                    continue  # what follows is received still, so that no rank waits
-                try:
-                    with open(aside / incoming[turn][0], "ab") as file:
-                        file.write(arrived.numpy().data)
-                except OSError as caught:
-                    error = self._refusal(caught)
-        if error is None:
+        error = exchange(folder, files, aside, to=self._to, source=self._from)
+        with ranks_agree():
             try:
+                if error is not None:
+                    raise error
                 put_in_place(aside, kept)
             except OSError as caught:
-                error = self._refusal(caught)
-        agree(error)
+                shutil.rmtree(aside, ignore_errors=True)
+                raise self._refusal(caught) from None
 
     def recover(self, folder: Path, *, newer_than: int) -> tuple[Path | None, list[str]]:
         """Write the newest step that is in memory, of every rank, to the disk as a checkpoint. A
@@ -228,57 +206,45 @@ class MemoryCheckpoints:
             CheckpointError: On all ranks alike, if it can't be written.
         """
         snapshots, notes = self._look()
-        claims: list[Claim] = [
-            (each.header.step, each.header.rank, self._rank, self._host, path)
-            for path, each in snapshots.items()
-        ]
-        told = gather((claims, notes))
+        place = (self._machine, device_of(self.folder))
+        told = gather((claims_of(snapshots.values(), seen_by=self._rank, place=place), notes))
         claims = [claim for found, _ in told for claim in found]
         said = dict.fromkeys(note for _, found in told for note in found)
         while True:
-            chosen = self._newest(claims, newer_than=newer_than)
+            chosen = newest(claims, newer_than=newer_than)
             if not chosen:
                 return None, list(said)
-            mine = [snapshots[path] for _, _, rank, _, path in chosen if rank == self._rank]
-            refused: list[tuple[str, str, str]] = []
+            mine = [snapshots[claim.folder] for claim in chosen if claim.seen_by == self._rank]
+            refused: list[tuple[tuple[str, int], str, str]] = []
             for each in mine:
                 try:
                     each.compare()
                 except CheckpointError as error:
-                    refused.append((self._host, str(each.folder), str(error)))
-            bad = {(host, path): text for found in gather(refused) for host, path, text in found}
+                    refused.append((place, str(each.folder), str(error)))
+            bad = {(where, path): text for found in gather(refused) for where, path, text in found}
             if not bad:
                 break
             said.update(dict.fromkeys(bad.values()))
-            claims = [claim for claim in claims if (claim[3], claim[4]) not in bad]
-        return self._to_disk(folder, chosen[0][0], mine), list(said)
+            claims = [claim for claim in claims if (claim.place, claim.folder) not in bad]
+        return self._to_disk(folder, chosen[0].step, mine), list(said)
 
     def _look(self) -> tuple[dict[str, Snapshot], list[str]]:
         """Snapshots that this rank sees in its host's memory, by folder, and what it refuses."""
         found: dict[str, Snapshot] = {}
         notes: list[str] = []
+        try:
+            check_owner(self.folder)
+        except (CheckpointError, OSError) as error:
+            return {}, [str(error)]
         for path in sorted(self.folder.glob("rank-*/step-*")):
             if path.suffix == ".tmp":
                 notes.append(f"the copy {path} is refused: it was not written to its end")
                 continue
             try:
-                found[str(path)] = Snapshot.read(path, run=self._run, world=self._size)
+                found[str(path)] = Snapshot.read(path, run=self._run)
             except CheckpointError as error:
                 notes.append(str(error))
         return found, notes
-
-    def _newest(self, claims: Sequence[Claim], *, newer_than: int) -> list[Claim]:
-        """Of each rank's state of the newest step that is whole, who gives it: the same on every
-        rank, which all have the same claims."""
-        steps = sorted({step for step, *_ in claims if step > newer_than}, reverse=True)
-        for step in steps:
-            givers: dict[int, Claim] = {}
-            for claim in sorted(claims, key=_preference):
-                if claim[0] == step:
-                    givers.setdefault(claim[1], claim)
-            if len(givers) == self._size:
-                return [givers[rank] for rank in range(self._size)]
-        return []
 
     def _to_disk(self, folder: Path, step: int, mine: Sequence[Snapshot]) -> Path:
         plan = Plan(folder / f"step-{step:08}", self._rank)
@@ -308,31 +274,11 @@ class MemoryCheckpoints:
         gather(None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _refusal(self, error: OSError) -> CheckpointError:
+    def _refusal(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"a checkpoint in memory, {self.own_folder}, can't be written: "
-            f"{error.strerror or error}; make room there, or name another folder"
+            f"{getattr(error, 'strerror', None) or error}; make room there, or name another folder"
         )
-
-
-def _preference(claim: Claim) -> tuple[bool, bool, int, str]:
-    """A rank gives its own state, and its own copy of it, before a neighbor's is asked for."""
-    _, source, rank, _, folder = claim
-    return Path(folder).parent.name != _place_of(source), rank != source, rank, folder
-
-
-def _place_of(rank: int) -> str:
-    return f"rank-{rank:05}"
-
-
-def _pieces(files: Sequence[tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """Messages of which the files are made: name, first byte, bytes. The header is the last."""
-    ordered = sorted(files, key=lambda file: (file[0] == HEADER, file[0]))
-    return [
-        (name, start, min(CHUNK, size - start))
-        for name, size in ordered
-        for start in range(0, size, CHUNK)
-    ]
 
 
 def _flush(path: Path) -> None:

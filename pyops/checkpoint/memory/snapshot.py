@@ -1,7 +1,8 @@
 """Snapshot: what one rank writes of a checkpoint in memory, a folder with a header.
 
 step-00000010.of-00001/              the state of rank 1 after step 10
-    header.json                      run, step, rank, world, checksums of the files and its own
+    header.json                      run, attempt, step, rank, world, checksums of the files and its
+                                     own
     own-00001.safetensors, ...       the files that this rank has in a checkpoint on the disk
 step-00000020.of-00001.tmp/          being written, or left by a process that was killed
 """
@@ -20,7 +21,15 @@ from typing import Any
 from pyops.checkpoint.format.manifest import CheckpointError
 from pyops.checkpoint.format.tensor_file import TensorFile
 
-__all__ = ["HEADER", "Header", "Snapshot", "put_in_place", "snapshot_name", "write_header"]
+__all__ = [
+    "HEADER",
+    "Header",
+    "Snapshot",
+    "put_in_place",
+    "rank_folder",
+    "snapshot_name",
+    "write_header",
+]
 
 HEADER = "header.json"
 NAME = re.compile(r"step-(\d{8,})\.of-(\d{5,})")
@@ -33,6 +42,8 @@ class Header:
 
     Attributes:
         run: The run's id, which another run never has.
+        attempt: When rank 0 of these processes began, in ns since 1970: a run that goes on has
+            another, and what it computes may be other numbers at the same step.
         step: Steps that were taken.
         rank: Whose state it is, not who keeps it.
         world: Ranks of the run.
@@ -41,6 +52,7 @@ class Header:
     """
 
     run: str
+    attempt: int
     step: int
     rank: int
     world: int
@@ -51,6 +63,11 @@ class Header:
 def snapshot_name(step: int, rank: int) -> str:
     """The name of the folder of a rank's state after a step."""
     return f"step-{step:08}.of-{rank:05}"
+
+
+def rank_folder(rank: int) -> str:
+    """The name of the folder in which a rank keeps its own state and that of another."""
+    return f"rank-{rank:05}"
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -79,16 +96,15 @@ class Snapshot:
     header: Header
 
     @classmethod
-    def read(cls, folder: Path, *, run: str, world: int) -> Snapshot:
+    def read(cls, folder: Path, *, run: str) -> Snapshot:
         """The snapshot in this folder, by its header alone; `compare` looks at the files.
 
         Args:
             folder: Of the snapshot.
             run: The id of this run.
-            world: Ranks of this run.
 
         Raises:
-            CheckpointError: The header is damaged, or of another run, world size, step or rank.
+            CheckpointError: The header is damaged, or of another run, step or rank.
         """
         try:
             sealed = json.loads((folder / HEADER).read_text())
@@ -103,15 +119,10 @@ class Snapshot:
             raise CheckpointError(
                 f"the copy {folder} is refused: it is of run {header.run}, this is run {run}"
             )
-        if header.world != world:
-            raise CheckpointError(
-                f"the copy {folder} is refused: it is of a run on {header.world} ranks, this run "
-                f"has {world}"
-            )
-        if folder.name != snapshot_name(header.step, header.rank) or header.rank >= world:
+        if folder.name != snapshot_name(header.step, header.rank) or header.rank >= header.world:
             raise CheckpointError(
                 f"the copy {folder} is refused: its {HEADER} is of step {header.step}, rank "
-                f"{header.rank}"
+                f"{header.rank} of {header.world}"
             )
         return cls(folder, header)
 
@@ -121,12 +132,18 @@ class Snapshot:
         Raises:
             CheckpointError: A file is missing, cut off or damaged.
         """
-        for name, expected in self.header.entry["files"].items():
+        try:
+            files = dict(self.header.entry["files"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the copy {self.folder} is refused: its {HEADER} lists no files ({error!r})"
+            ) from None
+        for name, expected in files.items():
             try:
                 if not FILE.fullmatch(name):
                     raise ValueError("is no file of a checkpoint")
                 TensorFile(self.folder / name, expected).compare(0, expected["bytes"])
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 raise CheckpointError(
                     f"the copy {self.folder} is refused: {name} {error}"
                 ) from None

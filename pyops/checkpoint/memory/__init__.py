@@ -1,0 +1,1 @@
+"""Checkpoints in host memory: a rank's own, and its neighbor's."""
