@@ -107,7 +107,7 @@ class Room:
         same = [room for room in everyone if room.place == self.place]
         wanted = sum(room.wanted for room in same)
         text = (
-            f"the checkpoints in memory of {len(same)} ranks on {socket.gethostname()} take "
+            f"the checkpoints in memory of {len(same)} rank{'s'[: len(same) > 1]} on {socket.gethostname()} take "
             f"{wanted} bytes, and "
         )
         other = f" ({self.others} are taken by pyops-* of other runs)" if self.others else ""
