@@ -106,9 +106,10 @@ class Room:
         """
         same = [room for room in everyone if room.place == self.place]
         wanted = sum(room.wanted for room in same)
+        ranks = "1 rank" if len(same) == 1 else f"{len(same)} ranks"
         text = (
-            f"the checkpoints in memory of {len(same)} ranks on {socket.gethostname()} take "
-            f"{wanted} bytes, and "
+            f"the checkpoints in memory of {ranks} on {socket.gethostname()} take {wanted} bytes, "
+            "and "
         )
         other = f" ({self.others} are taken by pyops-* of other runs)" if self.others else ""
         if wanted > self.disk + self.held:
