@@ -206,6 +206,28 @@ def test_damaged_files_are_refused(tmp_path):
         save(filled(make("gpt")), folder)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("part", ["adapter.A", "adapter.B", "weight"])
+def test_what_has_no_memory_is_refused_before_a_byte_is_written(tmp_path, part, merged):
+    """As an optimizer leaves parameters that it has shared out; the save from before stays, whether
+    or not a fingerprint of the base is asked for."""
+    model = make("gpt")
+    lora = filled(model)
+    save(lora, tmp_path / "adapters")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}
+    lora.was_merged = merged
+    name = f"blocks.1.mlp.up.{part}"
+    held = model.get_parameter(name).data.untyped_storage()
+    size, values = held.nbytes(), model.get_parameter(name).detach().clone()
+    held.resize_(0)
+    with pytest.raises(ValueError, match=rf"{name} has elements but no memory for them"):
+        save(lora, tmp_path / "adapters")
+    held.resize_(size)
+    model.get_parameter(name).data.copy_(values)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}
+
+
 def test_a_model_with_adapters_is_no_folder_of_its_base(tmp_path):
     """It is saved once they are merged."""
     model = make("llama").eval()

@@ -188,8 +188,22 @@ def test_draws_are_keyed_by_row_and_place():
     assert torch.equal(draws(1, 5, 3, 4), draws(1, 5, 0, 9)[3:7])
     others = [draws(2, 5, 3, 4), draws(1, 6, 3, 4), draws(1, 5, 4, 4)]
     assert not any(torch.equal(draws(1, 5, 3, 4), other) for other in others)
-    many = torch.cat([draws(0, row, 0, 10) for row in range(200)])
+    rows = [*range(200), 2**22, 2**23 - 1]
+    many = torch.stack([draws(0, row, 0, 10) for row in rows])
     assert float(many.mean()) == pytest.approx(0.5, abs=0.03)
+    # No two rows have a draw in common, whatever lies between them, at equal places or at others.
+    assert len(many.unique()) == many.numel()
+
+
+def test_rows_of_one_prompt_are_drawn_apart():
+    """Each of six rows of the same prompt has a text of its own, which is that of the row alone."""
+    model = talker("gpt")
+    options = {"max_new": 6, "temperature": 1.5, "seed": 2}
+    together = [row.tokens for row in generate(model, [[1, 2]] * 6, rows=4, **options)]
+    assert len({tuple(tokens) for tokens in together}) == 6
+    for number, tokens in enumerate(together):
+        (alone,) = generate(model, [[1, 2]], first_row=number, **options)
+        assert alone.tokens == tokens
 
 
 def test_a_text_goes_on_as_it_would_have():
