@@ -293,8 +293,11 @@ def _of_layer(
     weights, (*lead, width) = scheme.weights, upright
     packed = -(-width // 2) if isinstance(weights, Int4) else width
     groups = [] if weights.group is None else [width // weights.group]
-    kinds = ("U8", "I8") if not isinstance(weights, FP8) else ("F8_E4M3",)
-    found = {"codes": ((*lead, packed), kinds), "scales": ((*lead, *groups), ("F32",))}
+    kinds: tuple[str, ...] = ("F8_E4M3",) if isinstance(weights, FP8) else ("U8", "I8")
+    found: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "codes": ((*lead, packed), kinds),
+        "scales": ((*lead, *groups), ("F32",)),
+    }
     if not weights.symmetric:
         found["zero_points"] = (*lead, *groups), ("I32",)
     if scheme.activations is not None and scheme.activations.per == "tensor":
