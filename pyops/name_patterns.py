@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from fnmatch import fnmatchcase
 
-__all__ = ["matching"]
+__all__ = ["check_patterns", "matching"]
+
+
+def check_patterns(patterns: object, *, what: str) -> None:
+    """Refuse what is no list of texts.
+
+    Args:
+        patterns: Any.
+        what: The argument, for the message.
+
+    Raises:
+        TypeError: For one text in place of a list of them, and for what holds something else.
+    """
+    if isinstance(patterns, str):
+        raise TypeError(f"{what} is {patterns!r}; give a list of patterns: [{patterns!r}]")
+    listed = isinstance(patterns, Sequence | Set)
+    if not listed or not all(isinstance(pattern, str) for pattern in patterns):  # type: ignore[attr-defined]
+        raise TypeError(
+            f'{what} is {patterns!r}; give a list of patterns of names, ["blocks.*"] say'
+        )
 
 
 def matching(names: Sequence[str], patterns: Sequence[str], *, what: str) -> list[str]:
@@ -17,11 +36,10 @@ def matching(names: Sequence[str], patterns: Sequence[str], *, what: str) -> lis
         what: The argument, for the message.
 
     Raises:
-        TypeError: For one text in place of a list of them.
+        TypeError: As of `check_patterns`.
         ValueError: For a pattern that matches none.
     """
-    if isinstance(patterns, str):
-        raise TypeError(f"{what} is {patterns!r}; give a list of patterns: [{patterns!r}]")
+    check_patterns(patterns, what=what)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(

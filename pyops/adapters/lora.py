@@ -13,6 +13,7 @@ are (Hu et al., arXiv:2106.09685).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.name_patterns import matching
+from pyops.comm.agreement import ranks_agree
+from pyops.given_numbers import check_number, is_whole
+from pyops.name_patterns import check_patterns, matching
+from pyops.ops.layers.activation import FLOATS
 from pyops.ops.memory import require_memory
 from pyops.quantized import QuantizedLinear
-from pyops.quantized.layers import is_conv1d, is_head
+from pyops.quantized.layers import is_conv1d, is_head, ranks_of
 from pyops.tensor_parallel import ColumnParallelLinear, LowRank, RowParallelLinear
 
 __all__ = ["LoRA", "attach", "check_adapters", "linear_layers"]
@@ -72,7 +76,8 @@ class LoRA:
 
     Raises:
         ValueError: For a rank above a layer's width, a pattern that matches no layer, layers that
-            have an adapter already; nothing is changed then.
+            have an adapter already, numbers without sense; nothing is changed then.
+        TypeError: For a model that is none, and patterns that are no texts.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class LoRA:
         seed: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed, dtype=dtype)
         ranks = dict.fromkeys(_names(model, rank, only), rank)
         attach(model, ranks, scale=alpha / max(rank, 1), dropout=dropout, seed=seed, dtype=dtype)
         self._set(model, alpha=alpha, rank=rank, dropout=dropout)
@@ -130,12 +136,15 @@ class LoRA:
         without adapters, at the cost of none.
 
         Raises:
-            ValueError: For weights that are whole numbers, a weight that another layer has, too, or
-                weights that ZeRO has shared out; nothing is changed then.
+            ValueError: On every rank that shares the layers, for weights that are whole numbers, a
+                weight that another layer has, too, adapters that are not finite, or weights that
+                ZeRO has shared out; nothing is changed then.
         """
         if self.merged:
             return
-        self._check_weights("merge")
+        with ranks_agree(ranks_of(self.model).group):
+            self._check_weights("merge")
+            self.check_finite("merge")
         self._add(1.0)
         self.merged = self.was_merged = True
 
@@ -147,6 +156,23 @@ class LoRA:
         self._check_weights("unmerge")
         self._add(-1.0)
         self.merged = False
+
+    def check_finite(self, what: str) -> None:
+        """Refuse adapters that have a number that is not finite, on this rank.
+
+        Args:
+            what: The caller, for the message.
+
+        Raises:
+            ValueError: Naming the layer.
+        """
+        for name, adapter in self.adapters.items():
+            for key in "AB":
+                if not bool(torch.isfinite(adapter.get_parameter(key)).all()):
+                    raise ValueError(
+                        f"{what}: {key} of the adapter of {name} has a number that is not finite; "
+                        "load adapters of an earlier step"
+                    )
 
     def _add(self, sign: float) -> None:
         for layer in self.layers.values():
@@ -192,14 +218,58 @@ class LoRA:
 
 def _names(model: nn.Module, rank: int, only: Sequence[str] | None) -> list[str]:
     """Of the layers that would have an adapter."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; adapters are of an nn.Module")
     layers = linear_layers(model)
     if only is not None:
+        check_patterns(only, what="only")
+        if not only:
+            raise ValueError(
+                f"only is {only!r}, which names no layer; leave it out, or give patterns"
+            )
         return matching(list(layers), only, what="only")
-    return [
-        name
-        for name, layer in layers.items()
-        if not is_head(model, layer) and sizes(layer)[1] >= rank
-    ]
+    wide = [name for name, layer in layers.items() if not is_head(model, layer)]
+    found = [name for name in wide if sizes(layers[name])[1] >= rank]
+    if wide and not found:
+        largest = max(min(sizes(layers[name])) for name in wide)
+        raise ValueError(
+            f"rank is {rank!r}, but no linear layer of {type(model).__name__} has so many outputs; "
+            f"give a whole number from 1 to {largest}"
+        )
+    return found
+
+
+def check_options(
+    *, rank: object, alpha: object, dropout: object, seed: object, dtype: object
+) -> None:
+    """Refuse options of `LoRA` without sense, whatever the model.
+
+    Args:
+        rank: As of `LoRA`; so all others.
+        alpha: See rank.
+        dropout: See rank.
+        seed: See rank.
+        dtype: See rank.
+
+    Raises:
+        ValueError: Naming option, value and fix.
+    """
+    if not is_whole(rank):
+        raise ValueError(f"rank is {rank!r}; give a whole number, 1 or more")
+    check_number("alpha", alpha, lambda v: 0 < v < math.inf, "give a number above 0")
+    check_number(
+        "dropout",
+        dropout,
+        lambda v: 0 <= v < 1,
+        "it is a probability, 0 or more and less than 1",
+    )
+    if not is_whole(seed):
+        raise ValueError(f"seed is {seed!r}; give a whole number")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(
+            f"dtype is {dtype!r}; give one of {', '.join(map(str, FLOATS))}, or None for that of "
+            "the weights"
+        )
 
 
 def check_adapters(model: nn.Module, *, rank: int, only: Sequence[str] | None = None) -> None:
@@ -213,14 +283,12 @@ def check_adapters(model: nn.Module, *, rank: int, only: Sequence[str] | None = 
     Raises:
         ValueError: As of `LoRA`.
     """
-    _check(model, dict.fromkeys(_names(model, rank, only), rank), 0.0)
+    _check(model, dict.fromkeys(_names(model, rank, only), rank))
 
 
-def _check(model: nn.Module, ranks: dict[str, int], dropout: float) -> None:
+def _check(model: nn.Module, ranks: dict[str, int]) -> None:
     if not ranks:
         raise ValueError(f"{type(model).__name__} has no linear layer that an adapter could be of")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout is {dropout}; it is a probability, 0 or more and less than 1")
     layers = linear_layers(model)
     for name, rank in ranks.items():
         layer = layers[name]
@@ -229,7 +297,7 @@ def _check(model: nn.Module, ranks: dict[str, int], dropout: float) -> None:
                 f"{name} has an adapter already; merge it, or take it off with remove()"
             )
         inner, out = sizes(layer)
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= min(inner, out):
+        if not 1 <= rank <= min(inner, out):
             raise ValueError(
                 f"rank is {rank!r}, but {name} is [{out}, {inner}]; give a whole number from 1 to "
                 f"{min(inner, out)}, or leave the layer out"
@@ -258,7 +326,8 @@ def attach(
     Raises:
         ValueError: As of `LoRA`.
     """
-    _check(model, ranks, dropout)
+    check_options(rank=1, alpha=1.0, dropout=dropout, seed=seed, dtype=dtype)
+    _check(model, ranks)
     layers = linear_layers(model)
     model.requires_grad_(False)
     for name, rank in ranks.items():

@@ -6,13 +6,17 @@
 
 What a layer of ours is made of, is asked of `pyops.hub`; layers of models that it does not know,
 and those of models of others, have their own names. A file whose A differ within one of our layers
-is read as an adapter of as many times the rank, which computes the same.
+is read as an adapter of as many times the rank, which computes the same; it is written with
+rank_pattern and alpha_pattern.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import math
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,9 +29,10 @@ from torch import Tensor, nn
 
 from pyops.adapters.fingerprint import fingerprint
 from pyops.adapters.lora import LoRA, attach, linear_layers, sizes
-from pyops.checkpoint.writing import replace_folder
+from pyops.checkpoint.writing import write_folder
 from pyops.comm.agreement import on_first_rank, ranks_agree
 from pyops.flat import Placement
+from pyops.given_numbers import check_number, check_whole
 from pyops.hub import HubError
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.part_gathering import gather_parts
@@ -41,6 +46,11 @@ __all__ = ["load", "save"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE = "pyops_base"  # in the metadata of the weights
+UNKNOWN = (
+    "use_dora", "use_rslora", "use_qalora", "modules_to_save", "layer_replication", "lora_bias",
+    "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
+)  # fmt: skip
+"""What peft's adapters may have besides, by its name in the config."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ def _of_rank(source: Source, rank: int) -> Source:
 
 @torch.no_grad()
 def save(
-    lora: LoRA, folder: Path | str, *, group: RanksLike = None, base: str | None = None
+    lora: LoRA, folder: Path | str, *, group: RanksLike = None, base: Path | str | None = None
 ) -> None:
     """Write the adapters as peft does. A collective of the ranks that share the model; rank 0
     writes.
@@ -120,11 +130,16 @@ def save(
         base: The folder, or the hub's name, of the base, for peft.
 
     Raises:
-        ValueError: On every rank, for a folder that holds something else, and adapters that were
-            taken off.
+        ValueError: On every rank, for a folder that holds something else or can't be written, and
+            adapters that were taken off, have no memory, or are not finite. What was there before
+            stays.
+        TypeError: For what is no LoRA.
         RuntimeError: For parameters that ZeRO stage 3 has shared out: save within
             optimizer.whole_parameters().
     """
+    if not isinstance(lora, LoRA):
+        raise TypeError(f"adapters.save: lora is a {type(lora).__name__}; give the LoRA of a model")
+    base = None if base is None else os.fspath(base)
     ranks = _ranks(lora.model, group)
     folder = Path(folder)
     layers = _layers(lora.model)
@@ -132,9 +147,10 @@ def save(
         _check_save(lora, folder)
         for name, parameter in lora.model.named_parameters():
             require_memory(parameter, name)
+        lora.check_finite("adapters.save")
     mark = {} if lora.was_merged else {BASE: fingerprint(lora.model, group=ranks)}
     tensors: dict[str, Tensor] = {}
-    modules: list[str] = []
+    modules: dict[str, int] = {}  # the rank of each
     for name, adapter in lora.adapters.items():
         places = getattr(adapter, "placements", {})
         A, B = (
@@ -142,7 +158,7 @@ def save(
             for key in "AB"
         )
         for source in layers[name].sources:
-            modules.append(source.name)
+            modules[source.name] = adapter.rank
             if A is None or B is None:
                 continue
             tensors[f"{PREFIX}{source.name}.lora_A.weight"] = A.cpu().clone()
@@ -150,15 +166,11 @@ def save(
             tensors[f"{PREFIX}{source.name}.lora_B.weight"] = part.cpu().contiguous()
     config = _config(lora, modules, base)
 
-    def write() -> None:
-        aside = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    def fill(aside: Path) -> None:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt", **mark})
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        replace_folder(folder, aside)
 
-    on_first_rank(write, group=ranks.group)
+    on_first_rank(lambda: write_folder(folder, fill, who="adapters.save"), group=ranks.group)
 
 
 def _ranks(model: nn.Module, group: RanksLike) -> Ranks:
@@ -181,7 +193,8 @@ def _check_save(lora: LoRA, folder: Path) -> None:
             )
 
 
-def _config(lora: LoRA, modules: list[str], base: str | None) -> dict[str, Any]:
+def _config(lora: LoRA, modules: Mapping[str, int], base: str | None) -> dict[str, Any]:
+    others = {name: rank for name, rank in modules.items() if rank != lora.rank}
     causal = hasattr(lora.model, "head") or hasattr(lora.model, "lm_head")
     conv = any(type(layer).__name__ == "Conv1D" for layer in lora.layers.values())
     gpt2 = any(".attn.c_attn" in name for name in modules)
@@ -192,13 +205,13 @@ def _config(lora: LoRA, modules: list[str], base: str | None) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(set(modules)),
+        "target_modules": sorted(modules),
         "bias": "none",
         "fan_in_fan_out": conv or gpt2,
         "inference_mode": True,
         "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": others,
+        "alpha_pattern": {name: lora.alpha / lora.rank * rank for name, rank in others.items()},
         "use_rslora": False,
         "use_dora": False,
     }
@@ -229,14 +242,14 @@ def load(model: nn.Module, folder: Path | str, *, group: RanksLike = None) -> Lo
                 f"model is {own}: load the base that they were trained on, without changes"
             )
     with ranks_agree(ranks.group):
-        factors = _factors(model, folder, tensors)
+        factors = _factors(model, folder, tensors, config)
         scale = config["lora_alpha"] / config["r"]
         attach(model, {name: len(A) for name, (A, _) in factors.items()}, scale=scale)
         lora = LoRA.of(
             model,
             alpha=config["lora_alpha"],
             rank=config["r"],
-            dropout=float(config.get("lora_dropout", 0.0)),
+            dropout=float(config["lora_dropout"]),
         )
         for name, adapter in lora.adapters.items():
             _fill(adapter, *factors[name])
@@ -261,27 +274,52 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], str | None]:
             names = list(opened.keys())
             tensors = {name: opened.get_tensor(name) for name in names}
             mark = (opened.metadata() or {}).get(BASE)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(
             f"the adapters of {folder} are damaged ({error}); save them anew"
         ) from None
+    _check_config(folder, config)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
+            raise ValueError(
+                f"{folder} has numbers of {name}, {tensor.dtype}, that are not finite; train the "
+                "adapters anew, or take those of an earlier step"
+            )
+    return config, tensors, mark
+
+
+def _check_config(folder: Path, config: Any) -> None:
+    """Refuse what `LoRA` has not, and numbers without sense."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
         raise ValueError(f"{folder} has adapters of peft_type {kind!r}; pyops reads LORA")
-    unknown = ("use_dora", "use_rslora", "alpha_pattern", "modules_to_save", "layer_replication")
-    for name in unknown:
+    for name in UNKNOWN:
         if config.get(name):
             raise ValueError(f"{folder / CONFIG} has {name} = {config[name]!r}; pyops has none")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{folder / CONFIG} has bias = {config['bias']!r}; pyops has none")
-    for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), int | float) or config[name] <= 0:
-            raise ValueError(f"{folder / CONFIG} has {name} = {config.get(name)!r}; it is damaged")
-    return config, tensors, mark
+    where = f"{folder / CONFIG}: "
+    check_whole(f"{where}r", config.get("r"), least=1)
+    _check_alpha(f"{where}lora_alpha", config.get("lora_alpha"))
+    check_number(
+        f"{where}lora_dropout",
+        config.setdefault("lora_dropout", 0.0),
+        lambda v: 0 <= v < 1,
+        "give a share from 0 to below 1",
+    )
+    for key, check in (("rank_pattern", check_whole), ("alpha_pattern", _check_alpha)):
+        if not isinstance(patterns := config.get(key) or {}, dict):
+            raise ValueError(f"{where}{key} is {patterns!r}; give an object")
+        for name, value in patterns.items():
+            check(f"{where}{key} of {name}", value, least=1)
+
+
+def _check_alpha(name: str, value: object, **_: int) -> None:
+    check_number(name, value, lambda v: 0 < v < math.inf, "give a number above 0")
 
 
 def _factors(
-    model: nn.Module, folder: Path, tensors: dict[str, Tensor]
+    model: nn.Module, folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """{name of a layer: (A, B)}, whole."""
     left, found = set(tensors), {}
@@ -293,15 +331,14 @@ def _factors(
                 continue
             left -= set(keys)
             A, B = (tensors[key] for key in keys)
-            if A.shape != (len(A), sizes(layer.module)[0]) or B.shape != (
-                *source.shape[:-1],
-                len(A),
-            ):
+            own = A.shape[0] if A.dim() else 0
+            shapes = (own, sizes(layer.module)[0]), (*source.shape[:-1], own)
+            if (A.shape, B.shape) != shapes:
                 raise ValueError(
                     f"{folder} has A {list(A.shape)} and B {list(B.shape)} of {source.name}, which "
                     f"is [{prod(source.shape)}, {sizes(layer.module)[0]}]; load its own base"
                 )
-            given.append((source, A, B))
+            given.append((source, A, B * _factor(folder, config, source.name, own)))
         if given:
             found[name] = _joined(layer, given)
     if left or not found:
@@ -310,6 +347,28 @@ def _factors(
             "base that they were trained on"
         )
     return found
+
+
+def _factor(folder: Path, config: dict[str, Any], name: str, rows: int) -> float:
+    """By what the alpha / r of a layer is larger than that of the whole, which patterns change."""
+    rank, alpha = (
+        _of_layer(config.get(f"{key}_pattern"), name, config[whole])
+        for key, whole in (("rank", "r"), ("alpha", "lora_alpha"))
+    )
+    if rows != rank and (config.get("rank_pattern") or not rows or rows % rank):
+        raise ValueError(
+            f"{folder / CONFIG} has r = {rank} of {name}, whose A has {rows} rows: one of the two "
+            "files is another's; save the adapters anew"
+        )
+    return float(alpha / rank / (config["lora_alpha"] / config["r"]))
+
+
+def _of_layer(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
+    """The value of the first pattern that ends a layer's name, as peft looks it up."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return otherwise
 
 
 def _joined(layer: _Layer, given: list[tuple[Source, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -55,6 +55,7 @@ __all__ = [
     "refusal",
     "replace_folder",
     "write",
+    "write_folder",
 ]
 
 
@@ -244,6 +245,33 @@ def replace_folder(folder: Path, aside: Path) -> None:
     os.rename(aside, folder)
     _sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None], *, who: str) -> None:
+    """Write a folder beside its place and rename it: whatever fails, what was there stays, and
+    nothing is left beside it.
+
+    Args:
+        folder: Its place; what an earlier call wrote there is replaced.
+        fill: Called with the empty folder aside; writes its files.
+        who: The caller, for the message.
+
+    Raises:
+        CheckpointError: Nothing can be written there.
+    """
+    aside = folder.with_name(folder.name + ".tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        fill(aside)
+        replace_folder(folder, aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"{who}: {folder} can't be written: {error.strerror or error}; make room, or name a "
+            "place where this process may write"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ folder in -> step 1 -> write -> step 2 -> write -> ...             in <output>.t
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import time
@@ -123,6 +124,7 @@ class _Run:
         except ValueError as error:  # of heads that the ranks can't share
             raise ConfigError(f"{config.model.folder} on {ranks.size} ranks: {error}") from None
         with ranks_agree(ranks.group):
+            _check_finite(config.model.folder, model)
             skeleton = skeleton_of(model)
             for number, step in enumerate(config.steps, start=1):
                 skeleton = _checked(number, step, skeleton, ranks)
@@ -140,7 +142,10 @@ class _Run:
 
         def make() -> None:
             clear()
-            folder.mkdir(parents=True)
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise _not_writable(output, error) from None
 
         on_first_rank(make, group=self.ranks.group)
         try:
@@ -275,6 +280,27 @@ class _Stage:
 def _check_output(output: Path) -> None:
     if os.path.lexists(output):
         raise ConfigError(f"model.output {output} is there already; name another, or remove it")
+    parent = next(each for each in output.absolute().parents if os.path.lexists(each))
+    if not parent.is_dir():
+        raise _not_writable(output, NotADirectoryError(errno.ENOTDIR, f"{parent} is no folder"))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise _not_writable(output, PermissionError(errno.EACCES, f"{parent} is read-only"))
+
+
+def _not_writable(output: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"model.output {output} can't be written: {error.strerror or error}; name a place where "
+        "this process may write"
+    )
+
+
+def _check_finite(folder: str, model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ConfigError(
+                f"model.folder {folder}: {name} has a number that is not finite; name a folder of "
+                "an earlier step"
+            )
 
 
 def _dtype(config: CompressConfig) -> torch.dtype:

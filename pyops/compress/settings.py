@@ -198,6 +198,8 @@ def compress_config_of(tables: Mapping[str, Any]) -> CompressConfig:
     Raises:
         ConfigError: As of `load_compress_config`.
     """
+    if not isinstance(tables, Mapping):
+        raise ConfigError(f"the tables are a {type(tables).__name__}; give {{section: table}}")
     tree = dict(tables)
     given = tree.pop("step", [])
     if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):

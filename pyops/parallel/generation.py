@@ -12,7 +12,7 @@ lie where their blocks are.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from pyops import random
+from pyops.given_numbers import check_whole
 from pyops.models.generation.choosing import nucleus
+from pyops.models.generation.options import check_draws, check_ends
 from pyops.parallel.losses import predicts_tokens
 from pyops.parallel.stages.model_stage import CachePerStage
 
@@ -69,7 +71,9 @@ class GenerationOptions:
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a row."""
         given = self.eos_token_id
-        return () if given is None else (given,) if isinstance(given, int) else tuple(given)
+        if given is None:
+            return ()
+        return tuple(given) if isinstance(given, Iterable) else (given,)
 
     def validate(self) -> None:
         """Check every field.
@@ -79,18 +83,9 @@ class GenerationOptions:
         """
         for name, least in (("max_new_tokens", 1), ("top_k", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"generate: {name} is {value!r}; give a whole number, >= {least}")
-        if not self.temperature >= 0:
-            raise ValueError(
-                f"generate: temperature is {self.temperature!r}; give 0 for the likeliest token, "
-                "or a positive number"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"generate: top_p is {self.top_p!r}; give a probability above 0, or 1 for all "
-                "tokens"
-            )
+            check_whole(f"generate: {name}", value, least=least)
+        check_draws("generate", temperature=self.temperature, top_p=self.top_p, seed=self.seed)
+        check_ends("generate: eos_token_id", self.eos_token_id)
 
 
 def decoder_start(model: nn.Module) -> int | None:
@@ -256,7 +251,8 @@ def _choose(
     scores_BV = logits_BV.double()
     if not options.temperature:
         return scores_BV.argmax(dim=1)
-    scores_BV = scores_BV / options.temperature
+    # Below the largest, so that no temperature is too small to divide by.
+    scores_BV = (scores_BV - scores_BV.amax(dim=1, keepdim=True)) / options.temperature
     if options.top_k:
         kth = scores_BV.topk(min(options.top_k, scores_BV.shape[1]), dim=1).values[:, -1:]
         scores_BV = scores_BV.masked_fill(scores_BV < kth, -torch.inf)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.given_numbers import is_whole
 from pyops.ops.sparse.nm_mask import MOST, nm_mask
 from pyops.pruning.masks import Masks, unpack_bits
 from pyops.pruning.ranking.choice import prunable
 
-__all__ = ["NM", "check_pattern", "input_dim", "nm_masks"]
+__all__ = ["NM", "check_kind", "check_pattern", "input_dim", "nm_masks"]
 
 TILE = 4
 PAIRS = tuple(combinations(range(TILE), 2))
@@ -51,9 +52,10 @@ class NM:
     """Two in each row and column of tiles of 4 x 4; of n = 2 and m = 4 alone."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n <= self.m or not 2 <= self.m <= MOST:
+        whole = is_whole(self.n) and is_whole(self.m)
+        if not whole or not 1 <= self.n <= self.m or not 2 <= self.m <= MOST:
             raise ValueError(
-                f"NM({self.n}, {self.m}): n of m must be 1 <= n <= m, with m from 2 to {MOST}"
+                f"NM({self.n!r}, {self.m!r}): n of m must be 1 <= n <= m, with m from 2 to {MOST}"
             )
         if self.transposable and (self.n, self.m) != (2, TILE):
             raise ValueError(f"transposable masks are of 2:4; got {self.n}:{self.m}")
@@ -131,6 +133,16 @@ def _transposable(weight: Tensor) -> Tensor:
     return found.transpose(2, 3).reshape(*lead, rows, columns)
 
 
+def check_kind(pattern: object) -> None:
+    """Raise TypeError for what is no pattern.
+
+    Args:
+        pattern: Any.
+    """
+    if not isinstance(pattern, NM):
+        raise TypeError(f"pattern is {pattern!r}; give an NM, such as NM(2, 4)")
+
+
 def check_pattern(model: nn.Module, pattern: NM, names: Sequence[str]) -> None:
     """Raise ValueError unless every parameter can have the pattern, on this rank and whole.
 
@@ -171,7 +183,8 @@ def nm_masks(
         ValueError: Before anything is changed, for sizes that are no whole groups, a weight that is
             nan, and as of `Masks`.
     """
-    pattern = pattern or NM()
+    pattern = NM() if pattern is None else pattern
+    check_kind(pattern)
     chosen = prunable(model, only)
     check_pattern(model, pattern, list(chosen))
     for name, parameter in chosen.items():

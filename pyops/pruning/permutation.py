@@ -19,14 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import ChannelSet
+from pyops.given_numbers import check_whole
+from pyops.name_patterns import check_patterns
 from pyops.ops.sparse.stripe_search import kept_magnitude, stripe_search
 from pyops.pruning.masks import masks_of
-from pyops.pruning.nm import NM
+from pyops.pruning.nm import NM, check_kind
 from pyops.pruning.symmetries import channel_sets, columns_of, inverse, moves, rearrange
 
 __all__ = ["Gain", "Permuted", "permute"]
 
 GROUP = 4
+SEEDS = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,12 @@ def permute(
             in `only` that must stay, such as queries and keys under rotary positions, that no
             matrix reads, or that are not whole groups of 4.
     """
-    pattern = pattern or NM()
+    pattern = NM() if pattern is None else pattern
+    check_kind(pattern)
     if pattern != NM(2, 4):
         raise ValueError(f"permute searches for 2:4; got {pattern}")
-    if escapes < 0:
-        raise ValueError(f"escapes is {escapes}; give 0 or more")
+    check_whole("escapes", escapes)
+    check_whole("seed", seed, least=-SEEDS, most=SEEDS - 1)
     chosen, skipped = _chosen(model, only)
     gains, orders = {}, {}
     for name, magnitudes in chosen.items():
@@ -112,8 +116,8 @@ def _chosen(
     model: nn.Module, only: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """{name of channels: magnitudes of what reads them}, and why others are left out."""
-    if isinstance(only, str):
-        raise TypeError(f"only is {only!r}; give a list of patterns: [{only!r}]")
+    if only is not None:
+        check_patterns(only, what="only")
     declared = channel_sets(model)
     if masked := list(masks_of(model)):
         raise ValueError(
@@ -152,7 +156,7 @@ def _magnitudes(model: nn.Module, channels: ChannelSet) -> tuple[Tensor | None, 
     for tensor, part in reads:
         if not tensor.is_floating_point():
             return None, f"{part.name} is {tensor.dtype}: permute and prune before quantizing"
-        if bool(tensor.isnan().any()):
-            return None, f"{part.name} has a weight that is nan"
+        if not bool(tensor.isfinite().all()):
+            return None, f"{part.name} has a weight that is nan or infinite"
     rows = [columns_of(tensor, part, channels.size) for tensor, part in reads]
     return torch.cat(rows), ""

@@ -13,7 +13,6 @@ on any number of them. A weight may be 0 and alive: masks are stored, and never 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pyops.checkpoint.writing import replace_folder
+from pyops.checkpoint.writing import write_folder
 from pyops.comm.agreement import gather, on_first_rank, ranks_agree
 from pyops.flat import Placement
 from pyops.mesh import ALONE
@@ -200,14 +199,10 @@ def save(
         tensors[ORDER + name] = order.cpu()
     note = json.dumps({"version": VERSION, "form": form, "shapes": shapes})
 
-    def write() -> None:
-        aside = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    def fill(aside: Path) -> None:
         save_file(tensors, aside / FILE, metadata={"format": "pt", NOTE: note})
-        replace_folder(folder, aside)
 
-    on_first_rank(write, group=ranks.group)
+    on_first_rank(lambda: write_folder(folder, fill, who="pruning.save"), group=ranks.group)
 
 
 def _ranks(model: nn.Module, group: RanksLike) -> Ranks:

@@ -15,14 +15,16 @@ ZeRO. Only a layer that asks for its weight gets m w.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyops.given_numbers import check_number
 from pyops.pruning.masks import Masks, masks_of
-from pyops.pruning.nm import NM, check_pattern, nm_masks
+from pyops.pruning.nm import NM, check_kind, check_pattern, nm_masks
 from pyops.pruning.ranking.choice import prunable
 
 __all__ = ["SparseTraining", "sparse_training", "sparse_weight"]
@@ -159,12 +161,12 @@ def sparse_training(
             already, a decay below 0; for an optimizer that does not hold the parameters themselves,
             such as one of ZeRO, or holds them in another precision, with `decoupled`.
     """
-    pattern = pattern or NM()
+    pattern = NM() if pattern is None else pattern
+    check_kind(pattern)
     decoupled = optimizer is not None if decoupled is None else decoupled
     decay = (1.0 if decoupled else 2e-4) if decay is None else decay
     chosen = prunable(model, only)
-    if not decay >= 0.0:
-        raise ValueError(f"decay is {decay}; give 0 or more")
+    check_number("decay", decay, lambda v: 0 <= v < math.inf, "give 0 or more")
     if any(RULES in module.__dict__ for module in model.modules()):
         raise ValueError("the model is trained with N:M weights already; call remove() of that")
     if masked := [name for name in masks_of(model) if name in chosen]:

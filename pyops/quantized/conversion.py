@@ -9,7 +9,7 @@ after the other, so that the memory beside the model is that of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod, sqrt
 from typing import Any
 
@@ -38,6 +38,7 @@ from pyops.quantized.formats import (
     Int4,
     Int8,
     Scheme,
+    check_scheme_kind,
     extremes,
     scales_of,
     to_codes,
@@ -95,7 +96,8 @@ def convert(
             product, a weight that is not finite, groups that do not divide the inputs of a rank,
             sums beyond int32, and what `only` can't name; nothing is changed then.
     """
-    scheme = scheme or Scheme()
+    scheme = Scheme() if scheme is None else scheme
+    check_scheme_kind(scheme)
     static = scheme.activations is not None and scheme.activations.per == "tensor"
     given: list[Batch] = []
     with alike(model, Ranks.of(group)):
@@ -173,13 +175,10 @@ def check_layer(name: str, layer: nn.Module, scheme: Scheme, *, finite: bool = T
         )
     if not weight.is_floating_point():
         raise ValueError(f"convert: the weight of {name} is {weight.dtype}, not floating-point")
-    bad = ~torch.isfinite(weight)
-    if finite and bad.any():
-        place = [int(i) for i in bad.nonzero()[0]]
-        raise ValueError(
-            f"convert: the weight of {name} is {weight[tuple(place)].item()} at {place}; a layer "
-            "with such a number computes nothing: load an earlier checkpoint"
-        )
+    if weight.dtype.itemsize < 2:
+        raise ValueError(f"convert: the weight of {name} is {weight.dtype}; cast it to float32")
+    if finite:
+        _check_finite(name, {"weight": weight, "bias": layer.bias})  # type: ignore[dict-item]
     _check_groups(name, shape, weight.shape[-1], weights)
     activations = scheme.activations
     if activations is not None:
@@ -189,6 +188,17 @@ def check_layer(name: str, layer: nn.Module, scheme: Scheme, *, finite: bool = T
                 f"convert: {name} has {shape.in_features} inputs; sums of products of 8 bits fit "
                 f"int32 up to {longest}. Leave the layer out with `only`, or take activations=None"
             )
+
+
+def _check_finite(name: str, tensors: Mapping[str, Tensor | None]) -> None:
+    for key, tensor in tensors.items():
+        if tensor is None or bool((good := torch.isfinite(tensor)).all()):
+            continue
+        place = [int(i) for i in (~good).nonzero()[0]]
+        raise ValueError(
+            f"convert: the {key} of {name} is {tensor[tuple(place)].item()} at {place}; a layer "
+            "with such a number computes nothing: load an earlier checkpoint"
+        )
 
 
 def _check_groups(name: str, shape: LinearShape, width: int, weights: Format) -> None:

@@ -23,6 +23,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from pyops.given_numbers import is_whole
 from pyops.ops.codes.scaled import codes_of, range_scales
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Int8",
     "IntN",
     "Scheme",
+    "check_format",
+    "check_scheme_kind",
     "code_range",
     "decode",
     "encode",
@@ -52,15 +55,15 @@ def _check_grain(name: str, per: str) -> None:
 
 
 def _check_group(name: str, group: int | None, bits: int, per: str = "channel") -> None:
-    if group is not None and (group < 2 or group % 2):
+    if group is not None and (not is_whole(group) or group < 2 or group % 2):
         raise ValueError(
             f"{name}: group must be an even number of inputs, or None for a whole row of a weight; "
-            f"got {group}"
+            f"got {group!r}"
         )
     if group is not None and per == "tensor":
         raise ValueError(f'{name}: per="tensor" is one scale for all; got group={group} beside it')
-    if not 2 <= bits <= 8:
-        raise ValueError(f"{name}: bits must be 2 to 8; got {bits}")
+    if not is_whole(bits) or not 2 <= bits <= 8:
+        raise ValueError(f"{name}: bits must be 2 to 8; got {bits!r}")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,17 @@ class FP8:
 Format: TypeAlias = Int8 | Int4 | IntN | FP8
 
 
+def check_format(name: str, format: object) -> None:
+    """Raise TypeError for what is no format.
+
+    Args:
+        name: What it is, for the message.
+        format: Any.
+    """
+    if not isinstance(format, Int8 | Int4 | IntN | FP8):
+        raise TypeError(f"{name} is {format!r}; give a format, such as Int8() or Int4(group=64)")
+
+
 @dataclass(frozen=True)
 class Scheme:
     """What the weights and the inputs of linear layers are made of."""
@@ -142,6 +156,9 @@ class Scheme:
     finds a scale for each row when it comes (dynamic), per="tensor" wants examples beforehand."""
 
     def __post_init__(self) -> None:
+        check_format("Scheme: weights", self.weights)
+        if self.activations is not None:
+            check_format("Scheme: activations", self.activations)
         if self.weights.per != "channel":
             raise ValueError(
                 f"Scheme: weights have a scale for each output channel; got {self.weights}. "
@@ -159,6 +176,18 @@ class Scheme:
                 "Scheme: weights and activations must both be fp8 or both be integers; got "
                 f"{self.weights} and {self.activations}"
             )
+
+
+def check_scheme_kind(scheme: object) -> None:
+    """Raise TypeError for what is no scheme.
+
+    Args:
+        scheme: Any.
+    """
+    if not isinstance(scheme, Scheme):
+        raise TypeError(
+            f"scheme is {scheme!r}; give a Scheme, such as Scheme(Int8(), Int8(per='token'))"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,8 +231,15 @@ def encode(x: Tensor, format: Format, dim: int = -1) -> Codes:
         The codes, of x's shape.
 
     Raises:
-        ValueError: for a group that does not divide x's size along `dim`.
+        ValueError: for a group that does not divide x's size along `dim`, and a dim that x lacks.
+        TypeError: for x or a format that is none.
     """
+    check_format("encode: format", format)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"encode: x is {kind}; give a tensor of floating-point numbers")
+    if format.per != "tensor" and not -x.dim() <= dim < x.dim():
+        raise ValueError(f"encode: dim is {dim}, but x is {list(x.shape)}")
     lowest, highest = extremes(x, format, dim)
     scales, zero_points = scales_of(lowest, highest, format)
     return to_codes(x, scales, zero_points, format, dim)

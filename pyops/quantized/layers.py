@@ -22,6 +22,7 @@ from torch.nn import functional
 from pyops.flat import Placement
 from pyops.mesh import ALONE
 from pyops.models.vocabulary_head import VocabularyHead
+from pyops.name_patterns import check_patterns
 from pyops.quantized.formats import Codes
 from pyops.quantized.linear import QuantizedLinear
 from pyops.quantized.linear_shape import LinearShape
@@ -108,11 +109,13 @@ def chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module]
             layers but a vocabulary head and those whose weight another module has, too.
 
     Raises:
-        TypeError: For one text in place of a list of them.
+        TypeError: For what is no list of texts, and what is no model.
         ValueError: For a pattern that matches no layer that can be converted, a layer that was
             converted before, a weight that another module has, too, or a model without linear
             layers.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; layers are of an nn.Module")
     layers, shared = linear_layers(model), users_of_weights(model)
 
     def others(name: str, layer: nn.Module) -> list[str]:
@@ -128,8 +131,9 @@ def chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module]
         if not found:
             raise ValueError(f"{type(model).__name__} has no linear layer to convert")
         return found
-    if isinstance(only, str):
-        raise TypeError(f"only is {only!r}; give a list of patterns: [{only!r}]")
+    check_patterns(only, what="only")
+    if not only:
+        raise ValueError(f"only is {only!r}, which names no layer; leave it out, or give patterns")
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in layers):
             _explain(model, layers, pattern)

@@ -11,30 +11,31 @@ any layout, with any numbers: its layers are replaced as the folder says, then a
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pyops.checkpoint.writing import replace_folder
+from pyops.checkpoint.writing import write_folder
 from pyops.comm.agreement import gather, on_first_rank, ranks_agree
 from pyops.flat import Placement
 from pyops.ops.memory import require_memory
 from pyops.quantized.conversion import check_layer, nearest_codes, replace_layer
 from pyops.quantized.formats import FP8, Format, Int4, Int8, IntN, Scheme
-from pyops.quantized.layers import linear_layers, ranks_of, upright_weight
+from pyops.quantized.layers import is_conv1d, linear_layers, ranks_of, upright_weight
 from pyops.quantized.linear import QuantizedLinear
 from pyops.tensor_parallel import Ranks, RanksLike
 
 __all__ = ["load", "save"]
 
 CONFIG, WEIGHTS = "quantized.json", "quantized.safetensors"
+_Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
+"""Of each tensor of a file its shape, and its dtype as safetensors names it."""
 _FORMATS = {kind.__name__: kind for kind in (Int8, Int4, IntN, FP8)}
 
 
@@ -109,15 +110,11 @@ def save(model: nn.Module, folder: Path | str, *, group: RanksLike = None) -> No
         for name, layer in layers.items()
     }
 
-    def write() -> None:
-        aside = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    def fill(aside: Path) -> None:
         save_file(found, aside / WEIGHTS, metadata={"format": "pt"})
         (aside / CONFIG).write_text(json.dumps({"version": 1, "layers": schemes}, indent=1) + "\n")
-        replace_folder(folder, aside)
 
-    on_first_rank(write, group=ranks.group)
+    on_first_rank(lambda: write_folder(folder, fill, who="quantized.save"), group=ranks.group)
 
 
 def _check_place(folder: Path) -> None:
@@ -192,7 +189,7 @@ def _no_range(scheme: Scheme, like: Tensor) -> tuple[Tensor, Tensor] | None:
     return like.new_zeros(()), like.new_zeros(())
 
 
-def _read(folder: Path) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:
+def _read(folder: Path) -> tuple[dict[str, Scheme], _Shapes]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(
@@ -206,8 +203,12 @@ def _read(folder: Path) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:
         }
         with safe_open(folder / WEIGHTS, "pt") as opened:
             names = list(opened.keys())
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            parts = {name: opened.get_slice(name) for name in names}
+            shapes = {
+                name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
+            }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+            SafetensorError) as error:  # fmt: skip
         raise ValueError(
             f"{folder} is damaged ({type(error).__name__}: {error}); save the model anew"
         ) from None
@@ -218,7 +219,7 @@ def _check_model(
     model: nn.Module,
     folder: Path,
     schemes: dict[str, Scheme],
-    shapes: dict[str, tuple[int, ...]],
+    shapes: _Shapes,
 ) -> None:
     """Raise ValueError unless the folder is of this model."""
     layers = linear_layers(model)
@@ -251,7 +252,7 @@ def _check_shapes(
     model: nn.Module,
     folder: Path,
     schemes: dict[str, Scheme],
-    shapes: dict[str, tuple[int, ...]],
+    shapes: _Shapes,
 ) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for name, module, key, place in _tensors(model):
@@ -259,20 +260,46 @@ def _check_shapes(
         if key == "weight" and layer in schemes:  # not converted yet
             own: Tensor = getattr(module, key)
             whole = tuple(own.shape) if place is None else place.global_shape
-            stored = shapes.get(f"{layer}.codes", ())
-            held_too = f"{layer}.scales" in shapes
-            outputs = whole[-1:] if type(module).__name__ == "Conv1D" else whole[:-1]
-            if stored[:-1] != outputs or not held_too:
-                raise ValueError(
-                    f"{folder} has codes {list(stored)} of {layer}, whose weight is {list(whole)}; "
-                    "load them into the architecture that was saved"
-                )
+            upright = whole[::-1] if is_conv1d(module) else whole
+            for part, (wanted, kinds) in _of_layer(upright, schemes[layer]).items():
+                stored, kind = shapes.get(f"{layer}.{part}", (None, ""))
+                if stored != wanted or kind not in kinds:
+                    said = list(stored or ())
+                    raise ValueError(
+                        f"{folder} has {part} {said} {kind} of {layer}, whose weight is "
+                        f"{list(whole)}; load them into the architecture that was saved"
+                    )
         elif key != "sums":
             held: Tensor = getattr(module, key)
             expected[name] = tuple(held.shape) if place is None else place.global_shape
     for name, shape in expected.items():
-        if shapes.get(name) != shape:
+        found = shapes.get(name, (None, ""))[0]
+        if found != shape:
             raise ValueError(
-                f"{folder} has {name} of shape {shapes.get(name)}, the model of {shape}; load it "
+                f"{folder} has {name} of shape {found}, the model of {shape}; load it "
                 "into the architecture that was saved"
             )
+
+
+def _of_layer(
+    upright: tuple[int, ...], scheme: Scheme
+) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shapes, and dtypes as safetensors names them, of what a layer of codes has in the file.
+
+    Args:
+        upright: The shape of its whole weight, [.., out, in].
+        scheme: Of its codes.
+    """
+    weights, (*lead, width) = scheme.weights, upright
+    packed = -(-width // 2) if isinstance(weights, Int4) else width
+    groups = [] if weights.group is None else [width // weights.group]
+    kinds: tuple[str, ...] = ("F8_E4M3",) if isinstance(weights, FP8) else ("U8", "I8")
+    found: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "codes": ((*lead, packed), kinds),
+        "scales": ((*lead, *groups), ("F32",)),
+    }
+    if not weights.symmetric:
+        found["zero_points"] = (*lead, *groups), ("I32",)
+    if scheme.activations is not None and scheme.activations.per == "tensor":
+        found["input_range"] = (2,), ("F32",)
+    return found

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyops.given_numbers import check_number, is_whole
 from pyops.mesh import ALONE
 from pyops.quantized.calibration.inputs import alike
 from pyops.quantized.calibration.ranges import InputRange
@@ -32,7 +33,7 @@ from pyops.quantized.fake_layers import (
     round_weight,
     unround_weight,
 )
-from pyops.quantized.formats import FP8, Codes, Int8, Scheme
+from pyops.quantized.formats import FP8, Codes, Int8, Scheme, check_scheme_kind
 from pyops.quantized.layers import (
     chosen,
     input_ranks,
@@ -127,6 +128,12 @@ class Aware:
         with alike(self.model, Ranks.of(ALONE)):
             check_scheme(self.scheme)
             codes, ranges = self.codes(), self.input_ranges()
+            for name, found in codes.items():
+                if not bool(torch.isfinite(found.scales).all()):
+                    raise ValueError(
+                        f"convert: the weight of {name} is no longer finite; train with a lower "
+                        "rate, or load an earlier checkpoint"
+                    )
         self.remove()
         reports = [
             replace_layer(self.model, name, self.scheme, codes[name], ranges.get(name))
@@ -203,6 +210,7 @@ def aware(
             that another module has, too; nothing is changed then.
     """
     ranks = Ranks.of(group)
+    check_scheme_kind(scheme)
     static = scheme.activations is not None and scheme.activations.per == "tensor"
     with alike(model, ranks):
         for name, module in model.named_modules():
@@ -214,8 +222,14 @@ def aware(
                 raise ValueError(f"aware: {name} is rounded already; end that context first")
         layers = chosen(model, only)
         _check(layers, scheme, learn_steps)
-        if not 0.0 <= freeze_after <= 1.0:
-            raise ValueError(f"freeze_after is {freeze_after}; it is a part of all steps, 0 to 1")
+        check_number(
+            "freeze_after",
+            freeze_after,
+            lambda v: 0 <= v <= 1,
+            "it is a part of all steps, 0 to 1",
+        )
+        if steps is not None and not is_whole(steps):
+            raise ValueError(f"aware: steps is {steps!r}; give a whole number")
         if static and not learn_steps and (steps is None or steps < 1):
             raise ValueError(
                 f'aware: steps is {steps}; inputs of per="tensor" want the number of training '
@@ -238,6 +252,11 @@ def _check(layers: dict[str, nn.Module], scheme: Scheme, learn_steps: bool) -> N
             raise ValueError(f"aware: learned steps are of symmetric formats; got {format}")
     group = scheme.weights.group
     for name, layer in layers.items():
+        if not bool(torch.isfinite(matrix(layer)).all()):
+            raise ValueError(
+                f"aware: the weight of {name} has a number that is not finite; load an earlier "
+                "checkpoint"
+            )
         width = matrix(layer).shape[1]
         if group and width % group:
             fitting = ", ".join(str(g) for g in range(2, width + 1, 2) if width % g == 0)

@@ -99,6 +99,36 @@ def test_what_peft_saved_is_read(base, tmp_path):
     again = hub.load(folder)
     load(again, tmp_path / "again")
     torch.testing.assert_close(again(TOKENS), expected, rtol=1e-4, atol=1e-5)
+    there = peft.PeftModel.from_pretrained(transformers_model(family), tmp_path / "again").eval()
+    torch.testing.assert_close(there(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_ranks_and_scales_of_single_layers(base, tmp_path):
+    """peft's rank_pattern and alpha_pattern: alpha / r of a layer is that of its own numbers."""
+    peft = pytest.importorskip("peft")
+    family, folder, _ = base
+    first, second = ("k_proj", "up_proj") if family == "llama" else ("c_attn", "c_fc")
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=[first, second],
+        rank_pattern={first: 2},
+        alpha_pattern={f"1.*{second}": 24},
+    )
+    wrapped = peft.get_peft_model(transformers_model(family), config).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.2)
+    wrapped.save_pretrained(tmp_path / "peft")
+    expected = wrapped(TOKENS).logits
+    for model in (hub.load(folder), transformers_model(family)):
+        lora = load(model, tmp_path / "peft")
+        found = model(TOKENS)
+        torch.testing.assert_close(getattr(found, "logits", found), expected, rtol=1e-4, atol=1e-5)
+    save(lora, tmp_path / "again")
+    there = peft.PeftModel.from_pretrained(transformers_model(family), tmp_path / "again").eval()
+    torch.testing.assert_close(there(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def saved(rank: int, group: Any, folder: str) -> None:
@@ -186,7 +216,15 @@ def test_damaged_files_are_refused(tmp_path):
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"use_dora": True}, "use_dora = True"),
         ({"bias": "all"}, "bias = 'all'"),
-        ({"r": 0}, "r = 0"),
+        ({"r": 0}, "r is 0; give a whole number, 1 or more"),
+        ({"r": 2.5}, "r is 2.5"),
+        ({"r": 2}, r"has r = 2 of .*c_attn, whose A has 3 rows: one of the two"),
+        ({"rank_pattern": {"c_attn": 2}}, r"has r = 2 of .*c_attn, whose A has 3 rows"),
+        ({"rank_pattern": {"c_attn": 0}}, "rank_pattern of c_attn is 0"),
+        ({"alpha_pattern": [3]}, r"alpha_pattern is \[3\]; give an object"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan; give a number above 0"),
+        ({"lora_dropout": "x"}, "lora_dropout is 'x'; give a share"),
+        ({"lora_bias": True}, "lora_bias = True; pyops has none"),
     ):
         write(changes)
         refused(message)
@@ -195,15 +233,65 @@ def test_damaged_files_are_refused(tmp_path):
     path = folder / "adapter_model.safetensors"
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, path)
     refused(r"which is \[")
+    save_file({**tensors, name: torch.tensor(1.0)}, path)
+    refused(r"which is \[")
+    save_file({**tensors, name: tensors[name] * torch.nan}, path)
+    refused("that are not finite")
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, path)
+    refused("torch.int8, that are not finite")
     save_file({**tensors, "base_model.model.other.lora_A.weight": torch.ones(1)}, path)
     refused("no such layer")
     path.write_bytes(path.read_bytes()[:-9])
+    refused("are damaged")
+    (folder / "adapter_config.json").write_text("[" * 100_000)
     refused("are damaged")
     path.unlink()
     refused("does not exist")
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds notes.txt"):
         save(filled(make("gpt")), folder)
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path):
+    """Beneath a file no folder can be made, as where a process may not write; and of adapters that
+    are not finite nothing is written."""
+    lora = filled(make("gpt"))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"adapters.save: .*sub can't be written: Not a directory"):
+        save(lora, tmp_path / "file" / "sub")
+    save(lora, tmp_path / "adapters", base=tmp_path / "base")
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    before = (tmp_path / "adapters" / "adapter_model.safetensors").read_bytes()
+    next(lora.parameters()).data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"A of the adapter of .* has a number that is not finite"):
+        save(lora, tmp_path / "adapters")
+    with pytest.raises(TypeError, match="lora is a GPT; give the LoRA"):
+        save(lora.model, tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters", "file"]
+    assert before == (tmp_path / "adapters" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("part", ["adapter.A", "adapter.B", "weight"])
+def test_what_has_no_memory_is_refused_before_a_byte_is_written(tmp_path, part, merged):
+    """As an optimizer leaves parameters that it has shared out; the save from before stays, whether
+    or not a fingerprint of the base is asked for."""
+    model = make("gpt")
+    lora = filled(model)
+    save(lora, tmp_path / "adapters")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}
+    lora.was_merged = merged
+    name = f"blocks.1.mlp.up.{part}"
+    held = model.get_parameter(name).data.untyped_storage()
+    size, values = held.nbytes(), model.get_parameter(name).detach().clone()
+    held.resize_(0)
+    with pytest.raises(ValueError, match=rf"{name} has elements but no memory for them"):
+        save(lora, tmp_path / "adapters")
+    held.resize_(size)
+    model.get_parameter(name).data.copy_(values)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}
 
 
 def test_a_model_with_adapters_is_no_folder_of_its_base(tmp_path):

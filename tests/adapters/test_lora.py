@@ -198,9 +198,23 @@ def test_what_can_not_be_adapted_is_refused():
         ({"rank": 0}, "rank is 0"),
         ({"only": ["blocks.*.atention.*"]}, "'blocks.*.atention.*' matches none of 9 names"),
         ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dropout": "0.1"}, "dropout is '0.1'; it is a probability"),
+        ({"rank": 99}, "rank is 99, but no linear layer of GPT has so many outputs; .* 1 to 8"),
+        ({"rank": "2"}, "rank is '2'; give a whole number, 1 or more"),
+        ({"rank": 2.0}, "rank is 2.0"),
+        ({"alpha": float("nan")}, "alpha is nan; give a number above 0"),
+        ({"alpha": None}, "alpha is None"),
+        ({"seed": "x"}, "seed is 'x'; give a whole number"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; give one of"),
+        ({"only": []}, r"only is \[\], which names no layer"),
     ):
         with pytest.raises(ValueError, match=message):
-            LoRA(model, **options)
+            LoRA(model, **{"rank": 2, **options})
+    with pytest.raises(TypeError, match=r"only is \[1\]; give a list of patterns of names"):
+        LoRA(model, only=[1])
+    with pytest.raises(TypeError, match="model is a str"):
+        LoRA("gpt")
+    assert not any(name.endswith("adapter") for name, _ in model.named_modules())
     with pytest.raises(TypeError, match=r"give a list of patterns: \['blocks"):
         LoRA(model, only="blocks.*")
     assert before == {n: p.requires_grad for n, p in model.named_parameters()}
@@ -218,6 +232,14 @@ def test_what_can_not_be_adapted_is_refused():
     with pytest.raises(ValueError, match=r"weight of second is torch.int8"):
         lora.merge()
     assert torch.equal(foreign.first.weight, first)
+    broken = Foreign()
+    lora = LoRA(broken, rank=2)
+    lora.adapters["second"].B.data[0, 0] = torch.nan
+    first = broken.first.weight.clone()
+    with pytest.raises(ValueError, match="B of the adapter of second has a number that is not"):
+        lora.merge()
+    assert not lora.merged
+    assert torch.equal(broken.first.weight, first)
 
 
 def test_freezing_ends_backward():

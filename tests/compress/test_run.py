@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pyops.cli import main
 from pyops.compress import CompressReport, FinetuneStep, compress, run
@@ -191,6 +193,30 @@ def test_what_does_not_fit_is_refused_before_a_step(folder, monkeypatch, changes
         compress(run_of(place, changes.get("output", "never"), *steps, **sections), device="cpu")
     assert said in str(refused.value)
     assert left(folder) == []
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_before_a_step(folder, monkeypatch):
+    """Beneath a file no folder can be made, as where a process may not write."""
+    monkeypatch.setattr(run, "apply_step", lambda *_: pytest.fail("a step ran"))
+    with pytest.raises(ConfigError, match=r"train.txt/out can't be written: .*train.txt is no fol"):
+        compress(run_of(folder, "train.txt/out", QUANTIZE), device="cpu")
+    assert left(folder) == []
+
+
+def test_weights_that_are_not_finite_are_refused_before_a_step(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "apply_step", lambda *_: pytest.fail("a step ran"))
+    shutil.copytree(folder, tmp_path / "gpt")
+    for name in ("train.txt", "held_out.txt"):
+        shutil.copy(folder.parent / name, tmp_path)
+    path = tmp_path / "gpt" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"blocks.1.mlp.up.bias has a number that is not finite"):
+        compress(run_of(tmp_path / "gpt", "out", QUANTIZE), device="cpu")
+    assert sorted(found.name for found in tmp_path.iterdir() if found.name != "cache") == [
+        "gpt", "held_out.txt", "train.txt"
+    ]  # fmt: skip
 
 
 def refused_on_rank(rank: int, group: object, folder: Path) -> list[str]:

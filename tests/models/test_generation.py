@@ -188,8 +188,22 @@ def test_draws_are_keyed_by_row_and_place():
     assert torch.equal(draws(1, 5, 3, 4), draws(1, 5, 0, 9)[3:7])
     others = [draws(2, 5, 3, 4), draws(1, 6, 3, 4), draws(1, 5, 4, 4)]
     assert not any(torch.equal(draws(1, 5, 3, 4), other) for other in others)
-    many = torch.cat([draws(0, row, 0, 10) for row in range(200)])
+    rows = [*range(200), 2**22, 2**23 - 1]
+    many = torch.stack([draws(0, row, 0, 10) for row in rows])
     assert float(many.mean()) == pytest.approx(0.5, abs=0.03)
+    # No two rows have a draw in common, whatever lies between them, at equal places or at others.
+    assert len(many.unique()) == many.numel()
+
+
+def test_rows_of_one_prompt_are_drawn_apart():
+    """Each of six rows of the same prompt has a text of its own, which is that of the row alone."""
+    model = talker("gpt")
+    options = {"max_new": 6, "temperature": 1.5, "seed": 2}
+    together = [row.tokens for row in generate(model, [[1, 2]] * 6, rows=4, **options)]
+    assert len({tuple(tokens) for tokens in together}) == 6
+    for number, tokens in enumerate(together):
+        (alone,) = generate(model, [[1, 2]], first_row=number, **options)
+        assert alone.tokens == tokens
 
 
 def test_a_text_goes_on_as_it_would_have():
@@ -216,14 +230,71 @@ def test_a_text_goes_on_as_it_would_have():
         ([[1]], {"rows": 0}, "rows is 0"),
         ([[1]], {"max_new": 0}, "max_new is 0"),
         ([[1]], {"cache_dtype": torch.int8}, "cache_dtype is torch.int8"),
+        ([[1]], {"cache_dtype": torch.float8_e4m3fn}, "cache_dtype is torch.float8_e4m3fn"),
+        ([[1]], {"max_new": 2.0}, "max_new is 2.0; give a whole number, 1 or more"),
+        ([[1]], {"temperature": "1"}, "temperature is '1'; give 0"),
+        ([[1]], {"top_p": None}, "top_p is None; give a probability"),
+        ([[1]], {"seed": 1.5}, "seed is 1.5; give a whole number"),
+        ([[1]], {"end": 13}, "end is 13, outside the vocabulary of 13"),
+        ([[1]], {"end": [2, "."]}, r"end is \[2, '.'\]; give a token"),
+        ([[1]], {"end": torch.tensor([1])}, "give a token, a whole number"),
+        ([[1]], {"first_row": 2**23}, "first_row is 8388608; give a whole number, from 0 to"),
+        ([torch.ones(2, dtype=torch.bool)], {}, r"prompt 0 is torch.bool \[2\]"),
+        ([[1], [1, 1.5]], {}, "prompt 1 has 1.5, which is no token"),
+        ([[True]], {}, "prompt 0 has True, which is no token"),
+        ([1, 2], {}, "prompt 0 is 1; give the numbers of its tokens, a list of them for each"),
+        (["text"], {}, "prompt 0 is 'text'; give the numbers of its tokens"),
+        ("text", {}, "prompts is 'text'; give a list of prompts"),
+        (None, {}, "prompts is None; give a list of prompts"),
     ],
 )
 def test_what_can_not_be_generated_is_refused(prompts, options, message):
     """Before anything is computed."""
     model = talker("gpt")
     model.embedding.register_forward_pre_hook(lambda *_: pytest.fail("computed"))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         generate(model, prompts, **{"max_new": 4, **options})
+    assert model.training
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}], ids=str)
+def test_logits_that_are_not_finite_end_it(options):
+    """With the row and the place, however tokens are chosen; the model is in training again."""
+    model = talker("gpt")
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match="logits of row 3 are not finite behind 2 tokens"):
+        list(generate(model, [[1, 2]], max_new=2, first_row=3, **options))
+    assert model.training
+    meta = GPT(TALKERS["gpt"][1], seed=None, device="meta")
+    with pytest.raises(ValueError, match=r"weight is on meta and has no numbers"):
+        generate(meta, [[1, 2]])
+
+
+def test_no_temperature_is_too_small_to_divide_by():
+    model = talker("gpt")
+    (likeliest,) = generate(model, [[1, 2]], max_new=5, temperature=0)
+    (cold,) = generate(model, [[1, 2]], max_new=5, temperature=1e-310)
+    assert cold.tokens == likeliest.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": [1, 2]}, "the prompt is list; give the numbers of its tokens"),
+        ({"prompt": torch.ones(2)}, "the prompt is torch.float32"),
+        ({"prompt": torch.tensor([99])}, "outside the vocabulary"),
+        ({"num_tokens": -1}, "num_tokens is -1; give a whole number, 0 or more"),
+        ({"context": 0}, "context is 0; give a whole number, 1 or more"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"seed": "x"}, "seed is 'x'; give a whole number"),
+    ],
+)
+def test_what_can_not_be_sampled_is_refused(options, message):
+    model = talker("gpt")
+    given = {"prompt": torch.tensor([1, 2]), "num_tokens": 2, "context": 8, **options}
+    with pytest.raises(ValueError, match=message):
+        sample(model, **given)
     assert model.training
 
 
@@ -257,8 +328,24 @@ def test_models_that_do_not_generate_are_refused():
         ({"lengths": [4, 2], "first": [1, 9]}, "first is"),
         ({"reduction": "none"}, "reduction is 'none'"),
         ({"prompts": (torch.ones(2, 2), [2, 2])}, "leave it out for GPT"),
+        ({"tokens": [[1, 2]]}, r"tokens is list; give a tensor int64 \[B, T\]"),
+        ({"lengths": "ab"}, "lengths is 'ab'; give a whole number from 0 to 4"),
+        ({"lengths": [True, False]}, r"lengths is \[True, False\]"),
     ],
 )
 def test_what_can_not_be_scored_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        score(talker("gpt"), torch.ones(2, 4, dtype=torch.int64), **given)
+        score(talker("gpt"), **{"tokens": torch.ones(2, 4, dtype=torch.int64), **given})
+
+
+def test_prompts_that_an_encoder_can_not_read_are_refused():
+    model, tokens = talker("t5"), torch.ones(2, 4, dtype=torch.int64)
+    for prompts, message in (
+        (tokens, r"prompts is a Tensor; give \(tokens \[B, S\], lengths \[B\]\)"),
+        ((tokens[:1], [4]), "prompts of 1 rows, but tokens of 2"),
+        ((tokens, [0, 1]), "give each prompt a token or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score(model, tokens, prompts=prompts)
+    assert score(model, tokens[:0], prompts=(tokens[:0], [])).shape == (0,)
+    assert score(talker("gpt"), tokens[:, :0]).tolist() == [0.0, 0.0]

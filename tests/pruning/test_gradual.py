@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops import optim
-from pyops.pruning import CubicSchedule, LotteryConfig, Masks, gradual, hold, lottery
+from pyops.pruning import CubicSchedule, LotteryConfig, Masks, gradual, hold, lottery, magnitude
 
 pytestmark = pytest.mark.cpu_only
 
@@ -168,3 +168,27 @@ def test_a_training_that_cannot_begin_in_the_middle_is_refused():
 
     with pytest.raises(TypeError, match=r"repeats the same data from step `first` on"):
         lottery(network, train, LotteryConfig(rounds=1))
+
+
+def test_what_gradual_is_not_given():
+    """Before the model is touched; a state of something else changes nothing."""
+    model = network()
+    optimizer = adam(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="schedule is a float; give a CubicSchedule"):
+        gradual(model, optimizer, 0.5)
+    for given in (None, model):
+        with pytest.raises(TypeError, match="give the one that trains the model"):
+            gradual(model, given, CubicSchedule(final=0.5, begin=0, every=1, times=1))
+    with gradual(model, optimizer, SCHEDULE) as pruner:
+        for state, message in (
+            ({}, "the state of a gradual pruning has steps and masks"),
+            (None, "not NoneType"),
+            ({"steps": -1, "masks": None}, "the state's steps is -1; give a whole number"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                pruner.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    masks = magnitude(model, 0.5)
+    with pytest.raises(TypeError, match="masks is a dict; give the Masks of the model"):
+        hold(dict(masks), optimizer)

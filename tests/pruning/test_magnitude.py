@@ -121,6 +121,12 @@ def test_scores_in_place_of_weights():
         magnitude(model, 0.5, importance={})
     with pytest.raises(ValueError, match=r"importance of 0.weight is of \(6, 4\); give scores of"):
         magnitude(model, 0.5, importance={"0.weight": scores.t()})
+    with pytest.raises(ValueError, match=r"importance of 0.weight is of int; give scores of"):
+        magnitude(model, 0.5, importance={"0.weight": 3})
+    with pytest.raises(ValueError, match=r"what ranks 0.weight is torch.int64; give one of"):
+        magnitude(model, 0.5, importance={"0.weight": scores.long()})
+    with pytest.raises(ValueError, match=r"0.weight is on meta and has no numbers"):
+        magnitude(model.to("meta"), 0.5)
 
 
 def test_what_is_refused_changes_nothing():
@@ -130,6 +136,10 @@ def test_what_is_refused_changes_nothing():
         ({"sparsity": 1.5}, "sparsity is 1.5; give a share from 0 to 1"),
         ({"sparsity": -0.1}, "sparsity is -0.1"),
         ({"sparsity": float("nan")}, "sparsity is nan"),
+        ({"sparsity": "0.5"}, "sparsity is '0.5'; give a share"),
+        ({"sparsity": None}, "sparsity is None"),
+        ({"sparsity": True}, "sparsity is True"),
+        ({"least": "x", "scope": "global"}, "least is 'x'"),
         ({"scope": "network"}, "scope is 'network'; choose"),
         ({"least": 0.1}, "least=0.1 is for scope='global'"),
         ({"only": ["blocks.*"]}, r"only: 'blocks.\*' matches none of 11 names"),
@@ -139,6 +149,8 @@ def test_what_is_refused_changes_nothing():
             magnitude(model, **{"sparsity": 0.5, **options})
     with pytest.raises(TypeError, match=r"only is 'wide.weight'; give a list"):
         magnitude(model, 0.5, only="wide.weight")
+    with pytest.raises(TypeError, match=r"only is \[3\]; give a list of patterns of names"):
+        magnitude(model, 0.5, only=[3])
     with pytest.raises(ValueError, match=r"Structure\(dim=2, width=1\)"):
         Structure(2)
     model.conv.weight.data[0, 0, 0, 0] = torch.nan

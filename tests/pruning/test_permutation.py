@@ -187,6 +187,13 @@ def stage() -> GPT:
     return model
 
 
+def infinite() -> GPT:
+    model = gpt()
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight[0, 0] = torch.inf
+    return model
+
+
 def pruned() -> GPT:
     model = gpt()
     nm_masks(model)
@@ -198,7 +205,11 @@ def pruned() -> GPT:
     [
         (Nameless, {}, r"Nameless has no permutations\(\): a method that returns the ChannelSets"),
         (gpt, {"pattern": NM(1, 4)}, r"searches for 2:4; got 1:4"),
-        (gpt, {"escapes": -1}, r"escapes is -1; give 0 or more"),
+        (gpt, {"escapes": -1}, r"escapes is -1; give a whole number, 0 or more"),
+        (gpt, {"escapes": 1.5}, r"escapes is 1.5"),
+        (gpt, {"seed": "x"}, r"seed is 'x'; give a whole number"),
+        (gpt, {"only": [1]}, r"only is \[1\]; give a list of patterns"),
+        (infinite, {"only": ["*.mlp.*"]}, r"down.weight has a weight that is nan or infinite"),
         (gpt, {"only": ["*.mlpp"]}, r"only: '\*.mlpp' matches none of \d+ sets of channels"),
         (gpt, {"only": ["*.scores.0"]}, r"scores.0 can't be permuted for 2:4: no matrix that is"),
         (
@@ -213,7 +224,7 @@ def pruned() -> GPT:
 def test_what_is_refused(make, options: dict, message: str):
     model = make()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         permute(model, **options)
     assert all(
         torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)

@@ -165,6 +165,7 @@ def test_orders_of_permuted_channels_are_stored(tmp_path):
         ("masks", r"GPT has no masks; make them by magnitude, nm_masks or finish\(\)"),
         ("pattern", r"q.weight \(16, 16\) is not 2 of each 4 inputs; save it as form='packed'"),
         ("folder", r"holds notes.txt; a save replaces what it wrote and nothing else"),
+        ("file", r"pruning.save: .* can't be written: Not a directory; make room, or name"),
     ],
 )
 def test_what_save_refuses(change: str, message: str, tmp_path):
@@ -176,8 +177,13 @@ def test_what_save_refuses(change: str, message: str, tmp_path):
     if change == "folder":
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "notes.txt").write_text("mine")
+    place = tmp_path / "a"
+    if change == "file":
+        place = tmp_path / "notes" / "a"
+        place.parent.write_text("mine")
     with pytest.raises(ValueError, match=message):
-        save(model, tmp_path / "a", form="zip" if change == "form" else "2:4")
+        save(model, place, form="zip" if change == "form" else "2:4")
+    assert not [path for path in tmp_path.rglob("*.tmp")]
     assert not (tmp_path / "a" / FILE).exists()
 
 

@@ -23,11 +23,14 @@ def test_the_cubic_schedule_by_hand():
 
 def test_schedules_that_make_no_sense():
     for options, words in (
-        ({"final": 1.1}, "final 1.1; give shares"),
+        ({"final": 1.1}, "final is 1.1; give shares from 0 to 1"),
+        ({"final": "half"}, "final is 'half'; give shares"),
+        ({"begin": 0.5}, "begin is 0.5; give a whole number, 0 or more"),
+        ({"total_steps": 0}, "total_steps is 0; give a whole number, 1 or more"),
         ({"initial": 0.95}, "initial is 0.95 and final 0.9"),
-        ({"begin": -1}, "begin=-1"),
-        ({"every": 0}, "every=0"),
-        ({"times": 0}, "times=0"),
+        ({"begin": -1}, "begin is -1; give a whole number, 0 or more"),
+        ({"every": 0}, "every is 0; give a whole number, 1 or more"),
+        ({"times": 1.5}, "times is 1.5"),
     ):
         with pytest.raises(ValueError, match=words):
             CubicSchedule(**{"final": 0.9, "begin": 0, "every": 10, "times": 5, **options})
@@ -41,9 +44,11 @@ def test_rates_of_a_lottery():
     assert config.sparsity(8) == pytest.approx(1 - 0.6**8)
     assert LotteryConfig(3, rate_of(0.9, 3)).sparsity(3) == pytest.approx(0.9)
     for options, words in (
-        ({"rounds": 0}, "rounds=0"),
-        ({"rate": 1.0}, "rate=1.0"),
-        ({"rewind": -1}, "rewind=-1"),
+        ({"rounds": 0}, "rounds is 0; give a whole number, 1 or more"),
+        ({"rounds": 1.5}, "rounds is 1.5"),
+        ({"rate": 1.0}, "rate is 1.0; give a share between 0 and 1"),
+        ({"rate": "0.2"}, "rate is '0.2'"),
+        ({"rewind": -1}, "rewind is -1"),
         ({"scope": "x"}, "scope is 'x'"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -150,6 +150,8 @@ def test_groups_that_ranks_would_cut_are_refused(world):
     ("options", "message"),
     [
         ({"decay": -1.0}, r"decay is -1.0; give 0 or more"),
+        ({"decay": float("inf")}, r"decay is inf; give 0 or more"),
+        ({"pattern": "2:4"}, r"pattern is '2:4'; give an NM"),
         ({"decoupled": True}, r"decoupled=True needs the optimizer.*got NoneType"),
         ({"only": ["head"]}, r"only: 'head' matches none of"),
         (
@@ -160,7 +162,7 @@ def test_groups_that_ranks_would_cut_are_refused(world):
 )
 def test_what_is_refused(options: dict, message: str):
     model = gpt()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         sparse_training(model, **options)
     assert not hasattr(model.blocks[0].mlp.up, "_sparse_rules")
 

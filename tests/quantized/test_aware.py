@@ -98,6 +98,12 @@ def test_static_ranges_move_and_then_stay():
             training.input_ranges()
         for i, x in enumerate(batches):
             assert training.frozen == (i >= 5)
+            if i == 2:  # what is seen in evaluation moves nothing
+                seen = training.input_ranges()
+                model.eval()
+                model(100 * x)
+                assert training.input_ranges() == seen
+                model.train()
             model(x).sum().backward()
             if i == 4:
                 kept = training.input_ranges()
@@ -203,15 +209,33 @@ def test_of_models_of_pyops_and_in_float64():
         (Scheme(Int8(symmetric=False)), {"learn_steps": True}, r"learned steps are of symmetric"),
         (Scheme(Int4(group=6)), {}, r"0 has 8 inputs on a rank, which groups of 6.*: 2, 4, 8"),
         (Scheme(), {"only": ["x"]}, r"only: 'x' matches none of 2 linear layers"),
+        ("int8", {}, r"scheme is 'int8'; give a Scheme"),
+        (Scheme(), {"steps": 1.5}, r"steps is 1\.5; give a whole number"),
+        (Scheme(), {"freeze_after": "x"}, r"freeze_after is 'x'"),
         (Scheme(), {"freeze_after": 1.5}, r"freeze_after is 1\.5; it is a part of all steps"),
     ],
 )
 def test_what_is_refused(scheme: Scheme, options: dict, message: str):
     model = network()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         aware(model, scheme, **options)
     assert type(model[0]) is type(model[2]) is nn.Linear
     assert not model[0]._forward_pre_hooks
+
+
+def test_weights_that_are_not_finite_are_refused():
+    """Before training, and before what became of it is converted."""
+    model = network()
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match="aware: the weight of 2 has a number that is not finite"):
+        aware(model, Scheme())
+    model = network()
+    with aware(model, Scheme()) as training:
+        model[2]._parameters["weight"].data[0, 0] = math.inf
+        with pytest.raises(ValueError, match="the weight of 2 is no longer finite"):
+            training.convert()
+    assert type(model[0]) is type(model[2]) is nn.Linear
 
 
 def test_twice_and_shared_weights_are_refused():

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -252,7 +253,33 @@ def converted() -> nn.Module:
     return model
 
 
+def with_nan_bias() -> nn.Module:
+    model = layers(8, 4, 2).eval()
+    with torch.no_grad():
+        model[0].bias[3] = torch.nan
+    return model
+
+
+def with_nan_norm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        model[1].weight[2] = torch.nan
+    return model
+
+
+BATCH = torch.ones(9, 8)
+
 REFUSED = (
+    (with_nan_bias, {}, r"the bias of 0 is nan at \[3\]"),
+    (with_nan_norm, {"method": "gptq", "batches": [BATCH]}, "gptq: 1.weight has a number that is"),
+    (lambda: layers(8, 4), {"scheme": "int8"}, "scheme is 'int8'; give a Scheme, such as"),
+    (lambda: layers(8, 4), {"scheme": Scheme}, "scheme is <class .*; give a Scheme"),
+    (lambda: layers(8, 4), {"only": []}, r"only is \[\], which names no layer"),
+    (lambda: layers(8, 4), {"only": [1]}, r"only is \[1\]; give a list of patterns of names"),
+    (lambda: layers(8, 4), {"method": "gptq", "batches": BATCH}, "batches is a Tensor; give a"),
+    (lambda: layers(8, 4), {"method": "awq", "batches": 3}, "batches is a int; give a list"),
+    (lambda: layers(8, 4), {"method": "awq", "batches": [3]}, "batch 0 is a int; give a tensor"),
+    (lambda: layers(8, 4), {"method": "gptq", "batches": [BATCH[:0]]}, "no example has a number"),
     (with_nan, {}, r"the weight of 1 is nan at \[1, 3\]"),
     (lambda: layers(12, 4), {"scheme": Scheme(Int4(group=8))}, "12 inputs of 0; .*2, 4, 6, 12"),
     (lambda: layers(133_145, 1), {"scheme": W8A8}, "133145 inputs.*up to 133144"),
@@ -297,14 +324,17 @@ def test_folders_that_do_not_fit(tmp_path):
     save(model, tmp_path / "codes")
     for other, message in (
         (layers(8, 4), "which Sequential does not have"),
-        (layers(8, 5, 2), r"has codes \[4, 8\] of 0, whose weight is \[5, 8\]"),
+        (layers(8, 5, 2), r"has codes \[4, 8\] I8 of 0, whose weight is \[5, 8\]"),
+        (layers(6, 4, 2), r"has codes \[4, 8\] I8 of 0, whose weight is \[4, 6\]"),
         (nn.Sequential(*layers(8, 4, 2), nn.LayerNorm(2)), "has 2.weight of shape None"),
         (converted(), "the model was converted by"),
     ):
         kinds = [type(m) for m in other.modules()]
+        before = {name: t.clone() for name, t in other.state_dict().items()}
         with pytest.raises(ValueError, match=message):
             load(other, tmp_path / "codes")
         assert [type(m) for m in other.modules()] == kinds
+        assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
     with pytest.raises(ValueError, match="has no converted layer"):
         save(layers(8, 4), tmp_path / "other")
     with pytest.raises(ValueError, match="does not exist"):
@@ -315,6 +345,38 @@ def test_folders_that_do_not_fit(tmp_path):
     config.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="is damaged"):
         load(layers(8, 4, 2), tmp_path / "codes")
+    config.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        load(layers(8, 4, 2), tmp_path / "codes")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"quantized.save: .*sub can't be written: Not a dir"):
+        save(model, tmp_path / "file" / "sub")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["codes", "file"]
     (tmp_path / "codes" / "notes").write_text("mine")
     with pytest.raises(ValueError, match="holds notes"):
         save(model, tmp_path / "codes")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("0.input_range"), r"input_range \[\]  of 0"),
+        (lambda t: t.update({"0.codes": t["0.codes"].float()}), r"codes \[4, 8\] F32 of 0"),
+        (lambda t: t.update({"0.scales": t["0.scales"][:1]}), r"scales \[1\] F32 of 0"),
+        (lambda t: t.update({"0.scales": t["0.scales"].int()}), r"scales \[4\] I32 of 0"),
+    ],
+)
+def test_tensors_of_another_kind_are_refused(change, message, tmp_path):
+    """Before a layer is replaced."""
+    model = layers(8, 4).eval()
+    convert(model, Scheme(Int8(), Int8(per="tensor")), batches=[BATCH])
+    save(model, tmp_path / "codes")
+    path = tmp_path / "codes" / "quantized.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, path)
+    other = layers(8, 4)
+    before = other[0].weight.clone()
+    with pytest.raises(ValueError, match=message):
+        load(other, tmp_path / "codes")
+    assert torch.equal(other[0].weight, before)

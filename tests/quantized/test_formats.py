@@ -130,6 +130,14 @@ def test_no_numbers():
         (lambda: Int4(group=3), "group must be an even number.*got 3"),
         (lambda: IntN(9), "bits must be 2 to 8; got 9"),
         (lambda: IntN(4, per="tensor", group=2), 'per="tensor" is one scale for all; got group=2'),
+        (lambda: IntN(2.5), "bits must be 2 to 8; got 2.5"),
+        (lambda: Int4(group="64"), "group must be an even number.*got '64'"),
+        (lambda: Scheme("int8"), "Scheme: weights is 'int8'; give a format, such as"),
+        (lambda: Scheme(Int8), "Scheme: weights is <class"),
+        (lambda: Scheme(Int8(), "int8"), "Scheme: activations is 'int8'"),
+        (lambda: encode(torch.ones(2, 2), "int8"), "encode: format is 'int8'"),
+        (lambda: encode([1.0], Int8()), "encode: x is list; give a tensor of floating"),
+        (lambda: encode(torch.ones(2, 2), Int8(), 5), r"dim is 5, but x is \[2, 2\]"),
         (lambda: Scheme(Int8(per="token")), "weights have a scale for each output channel"),
         (lambda: Scheme(activations=Int8()), 'activations are per="token"'),
         (lambda: Scheme(Int8(), FP8(per="token")), "both be fp8 or both be integers"),
@@ -140,5 +148,5 @@ def test_no_numbers():
     ],
 )
 def test_what_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make()

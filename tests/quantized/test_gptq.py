@@ -90,6 +90,13 @@ def test_to_nearest_where_inputs_do_not_go_together(by_size: bool):
             assert torch.equal(found.scales, encode(weight, format).scales)
 
 
+def test_halves_go_to_the_even_code():
+    """As `encode` rounds, where nothing is moved."""
+    weight = torch.tensor([[127.0, 0.5, 1.5, -2.5], [-127.0, 3.5, -0.5, 4.5]])
+    found = gptq_codes(weight, torch.eye(4, dtype=torch.float64), Int8())
+    assert found.codes.tolist() == [[127, 0, 2, -2], [-127, 4, 0, 4]]
+
+
 def test_a_model_block_by_block():
     """The second layer is calibrated with what the rounded first one gives."""
     torch.manual_seed(0)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from pyops import random
-from pyops.models.generation.options import GenerateOptions
+from pyops.models.generation.options import ROWS, GenerateOptions
 from pyops.tensor_parallel import Ranks
 
 __all__ = ["Candidates", "Chosen", "candidates_of", "choose", "draws", "nucleus"]
 
-PLACES = 1 << 40  # numbers of the stream of draws that each row has
+PLACES = (1 << 63) // ROWS  # numbers of the stream of draws that each row has
 
 
 class Candidates(NamedTuple):
@@ -75,6 +75,7 @@ def candidates_of(
     own = max(0, min(width, vocab_size - first_word))
     logits_RC = logits_RC[:, :own].detach().double().cpu()
     log_sum_R = logits_RC.logsumexp(1) if own else torch.full((rows,), -math.inf).double()
+    logits_RC = logits_RC.nan_to_num(-math.inf, math.inf, -math.inf)  # the sum stays nan
     most = vocab_size if most is None else min(most, vocab_size)
     values_RN, words_RN = _likeliest(logits_RC, torch.arange(own).expand(rows, own), most)
     if ranks.size == 1:
@@ -121,7 +122,9 @@ def choose(found: Candidates, options: GenerateOptions, uniform_R: Tensor) -> Ch
     if options.temperature == 0:
         at_R1 = found.values_RN.argmax(dim=1, keepdim=True)
     else:
-        p_RN = (found.values_RN / options.temperature).softmax(dim=1)
+        # Below the largest, so that no temperature is too small to divide by.
+        below_RN = found.values_RN - found.values_RN.amax(dim=1, keepdim=True)
+        p_RN = (below_RN / options.temperature).softmax(dim=1)
         if options.top_p < 1:
             p_RN = p_RN.masked_fill(~nucleus(p_RN, options.top_p), 0.0)
         sums_RN = p_RN.cumsum(dim=1)

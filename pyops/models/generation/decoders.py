@@ -187,9 +187,10 @@ def decoder_of(
 
     Raises:
         TypeError: For another model.
-        ValueError: For a GPT with a sparse pattern.
+        ValueError: For a GPT with a sparse pattern, and parameters on meta, or none.
     """
     if isinstance(model, T5):
+        _check_parameters(model)
         return T5Decoder(model, num_rows, dtype)
     if not isinstance(model, GPT):
         hint = "pyops.models.GPT and T5 predict the token that follows"
@@ -201,4 +202,21 @@ def decoder_of(
             f"generate: the model attends by the pattern {model.config.pattern!r}; continue a text "
             "with pyops.models.sample, which takes one row"
         )
+    _check_parameters(model)
     return GPTDecoder(model, num_rows, dtype)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse a model that can't compute."""
+    named = dict(model.named_parameters())
+    if not named:
+        raise ValueError(
+            f"generate: this {type(model).__name__} has no parameters on this rank; let every rank "
+            "keep a layer"
+        )
+    for name, parameter in named.items():
+        if parameter.is_meta:
+            raise ValueError(
+                f"generate: {name} is on meta and has no numbers; give the model memory (to_empty) "
+                "and load its weights first"
+            )

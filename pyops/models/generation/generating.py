@@ -12,8 +12,10 @@ Over a pipeline the rows are as many groups as there are stages, so that all sta
 
 from __future__ import annotations
 
+import math
+import reprlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.agreement import check_same, gather, ranks_agree
+from pyops.given_numbers import is_whole
 from pyops.mesh import ALONE
 from pyops.models.generation.choosing import candidates_of, choose, draws
 from pyops.models.generation.decoders import Decoder, decoder_of
@@ -59,8 +62,10 @@ def generate(
 
     Raises:
         ValueError: On every rank alike, for options without sense, a prompt without tokens, or one
-            that with `max_new` is longer than the model's sequence_length.
-        TypeError: For a model that predicts no next token, and unknown options.
+            that with `max_new` is longer than the model's sequence_length; while it computes, for
+            logits that are not finite.
+        TypeError: For a model that predicts no next token, prompts that are no whole numbers, and
+            unknown options.
     """
     stages = Ranks.of(pipe)
     with _agreed(stages), _agreed(_sharing(model)):
@@ -73,9 +78,10 @@ def generate(
                 "generate: this rank has only some of the model's layers; give pipe=, the ranks "
                 "that hold its stages"
             )
-        given: Iterable[Any] = prompts
+        _check_words(decoder, chosen.ends, "end is")
+        given: Iterable[Any] = _listed(prompts)
         if isinstance(prompts, Sized):
-            given = [_tokens(decoder, i, p, chosen) for i, p in enumerate(prompts)]
+            given = [_tokens(decoder, i, p, chosen) for i, p in enumerate(given)]
     for ranks in (stages, _sharing(model)):
         if isinstance(given, list) and ranks.size > 1:
             texts = {"prompts": str(given), "options": str(chosen)}
@@ -122,25 +128,59 @@ def _shares(rows: int, stages: int) -> list[int]:
     return [rows // stages + (i < rows % stages) for i in range(min(stages, rows))]
 
 
-def _tokens(decoder: Decoder, number: int, prompt: Any, options: GenerateOptions) -> list[int]:
-    """A prompt's tokens."""
+def _listed(prompts: Any) -> Iterable[Any]:
+    """The prompts, if they are something that prompts are taken from one after the other."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"generate: prompts is {reprlib.repr(prompts)}; give a list of prompts, each the "
+            "numbers of its tokens"
+        )
+    return prompts
+
+
+def _whole_numbers(number: int, prompt: Any) -> list[int]:
+    """A prompt's tokens, whatever holds them."""
     if isinstance(prompt, Tensor):
-        if prompt.dim() != 1 or prompt.is_floating_point():
+        if prompt.dim() != 1 or not _holds_whole_numbers(prompt):
             raise ValueError(
                 f"generate: prompt {number} is {prompt.dtype} {list(prompt.shape)}; give whole "
                 "numbers [T], one prompt for each row"
             )
-        prompt = prompt.tolist()
-    tokens = [int(token) for token in prompt]
+        return [int(token) for token in prompt.tolist()]
+    if isinstance(prompt, str | Mapping) or not isinstance(prompt, Iterable):
+        raise TypeError(
+            f"generate: prompt {number} is {reprlib.repr(prompt)}; give the numbers of its tokens, "
+            "a list of them for each prompt"
+        )
+    tokens = list(prompt)
+    for token in tokens:
+        if not is_whole(token):
+            raise TypeError(
+                f"generate: prompt {number} has {reprlib.repr(token)}, which is no token; give "
+                "whole numbers"
+            )
+    return [int(token) for token in tokens]
+
+
+def _holds_whole_numbers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _check_words(decoder: Decoder, tokens: Iterable[int], what: str) -> None:
+    words = decoder.model.config.vocab_size
+    if wrong := [token for token in tokens if not 0 <= token < words]:
+        raise ValueError(f"generate: {what} {wrong[0]}, outside the vocabulary of {words}")
+
+
+def _tokens(decoder: Decoder, number: int, prompt: Any, options: GenerateOptions) -> list[int]:
+    """A prompt's tokens."""
+    tokens = _whole_numbers(number, prompt)
     if not tokens:
         raise ValueError(
             f"generate: prompt {number} has no tokens; begin it with the model's start token"
         )
-    words, most = decoder.model.config.vocab_size, decoder.most_places
-    if wrong := [token for token in tokens if not 0 <= token < words]:
-        raise ValueError(
-            f"generate: prompt {number} has the token {wrong[0]}, outside the vocabulary of {words}"
-        )
+    _check_words(decoder, tokens, f"prompt {number} has the token")
+    most = decoder.most_places
     if most is not None and len(tokens) + options.max_new > most:
         raise ValueError(
             f"generate: prompt {number} of {len(tokens)} tokens and max_new {options.max_new} are "
@@ -238,6 +278,13 @@ class _Run:
             return []
         like = torch.empty(len(group.texts), 2, dtype=torch.float64, device=self.decoder.device)
         words, log_likelihoods = self.stages.chosen(own, like=like).cpu().unbind(1)
+        for text, found in zip(group.texts, log_likelihoods.tolist(), strict=True):
+            if not math.isfinite(found):
+                raise ValueError(
+                    f"generate: the logits of row {text.number} are not finite behind "
+                    f"{len(text.begin) + len(text.tokens)} tokens; a weight of the model is nan or "
+                    "too large: load an earlier checkpoint"
+                )
         return group.take(
             words.long().tolist(),
             log_likelihoods.tolist(),

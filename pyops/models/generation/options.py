@@ -4,12 +4,19 @@ at a time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GenerateOptions"]
+from pyops.given_numbers import check_number, check_whole, is_whole
+
+__all__ = ["ROWS", "GenerateOptions", "check_draws", "check_ends"]
+
+ROWS = 1 << 23
+"""How many rows have draws of their own: the draws of each lie 2^40 places behind those of the row
+before, and places are counted in 64 bits."""
+CACHED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class GenerateOptions:
         """The tokens with which a text ends."""
         if self.end is None:
             return ()
-        return (self.end,) if isinstance(self.end, int) else tuple(self.end)
+        several = self.end if isinstance(self.end, Iterable) else (self.end,)
+        return tuple(map(int, several))
 
     @property
     def most(self) -> int | None:
@@ -56,24 +64,59 @@ class GenerateOptions:
         Raises:
             ValueError: Naming field, value and fix.
         """
-        least = {"max_new": 1, "rows": 1, "chunk": 1, "top_k": 0, "first_row": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"generate: {name} is {value!r}; give a whole number, >= {low}")
-        if not 0 <= self.temperature < math.inf:
+        for name, low in (("max_new", 1), ("rows", 1), ("chunk", 1), ("top_k", 0)):
+            check_whole(f"generate: {name}", getattr(self, name), least=low)
+        check_whole("generate: first_row", self.first_row, most=ROWS - 1)
+        check_draws("generate", temperature=self.temperature, top_p=self.top_p, seed=self.seed)
+        check_ends("generate: end", self.end)
+        if self.cache_dtype is not None and self.cache_dtype not in CACHED:
             raise ValueError(
-                f"generate: temperature is {self.temperature!r}; give 0 for the likeliest token, "
-                "or a positive number"
+                f"generate: cache_dtype is {self.cache_dtype!r}; give one of "
+                f"{', '.join(map(str, CACHED))}, or None for that of the keys and values"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"generate: top_p is {self.top_p!r}; give a probability above 0, or 1 for all "
-                "tokens"
-            )
-        dtype = self.cache_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(
-                f"generate: cache_dtype is {dtype!r}; give a floating dtype, or None for that of "
-                "the keys and values"
-            )
+
+
+def check_draws(who: str, *, temperature: object, top_p: object, seed: object) -> None:
+    """Refuse what tokens can't be drawn by.
+
+    Args:
+        who: The caller, for the message.
+        temperature: 0 or more, finite.
+        top_p: A probability above 0.
+        seed: A whole number.
+
+    Raises:
+        ValueError: Naming option, value and fix.
+    """
+    check_number(
+        f"{who}: temperature",
+        temperature,
+        lambda v: 0 <= v < math.inf,
+        "give 0 for the likeliest token, or a positive number",
+    )
+    check_number(
+        f"{who}: top_p",
+        top_p,
+        lambda v: 0 < v <= 1,
+        "give a probability above 0, or 1 for all tokens",
+    )
+    if not is_whole(seed):
+        raise ValueError(f"{who}: seed is {seed!r}; give a whole number")
+
+
+def check_ends(name: str, end: object) -> None:
+    """Refuse what is no token that ends a text, nor several.
+
+    Args:
+        name: What it is, for the message.
+        end: A token, several, or None.
+
+    Raises:
+        ValueError: Naming option, value and fix.
+    """
+    many = isinstance(end, Sequence | Set) and not isinstance(end, str)
+    tokens = () if end is None else tuple(end) if many else (end,)  # type: ignore[arg-type]
+    if not all(is_whole(token) and token >= 0 for token in tokens):  # type: ignore[operator]
+        raise ValueError(
+            f"{name} is {end!r}; give a token, a whole number, 0 or more, or a list of tokens"
+        )

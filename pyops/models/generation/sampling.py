@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pyops import random
+from pyops.given_numbers import check_whole
+from pyops.models.generation.options import check_draws
 
 __all__ = ["sample"]
 
@@ -31,14 +33,38 @@ def sample(
             `new_kv_caches`, as GPT, computes each token once but then. temperature 0 takes the
             likeliest token. The draws are keyed by `seed`: the same model continues the same way on
             any device.
+
+    Raises:
+        ValueError: For a prompt that is no int64 [T], T >= 1, and options without sense; the model
+            is in the mode that it was in, whatever is raised.
     """
+    _check(prompt, num_tokens, context, temperature, seed)
+    was_training = model.training
+    model.eval()
+    try:
+        return _continued(model, prompt, num_tokens, context, temperature, seed)
+    finally:
+        model.train(was_training)
+
+
+def _check(prompt: Any, num_tokens: int, context: int, temperature: float, seed: int) -> None:
+    if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32):
+        kind = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise ValueError(f"the prompt is {kind}; give the numbers of its tokens, a tensor int64")
     if prompt.ndim != 1 or prompt.numel() == 0:
         raise ValueError(
             f"the prompt has shape {list(prompt.shape)}; give one sequence of at least "
             "one token, shape [T]"
         )
-    was_training = model.training
-    model.eval()
+    check_whole("sample: num_tokens", num_tokens)
+    check_whole("sample: context", context, least=1)
+    check_draws("sample", temperature=temperature, top_p=1.0, seed=seed)
+
+
+def _continued(
+    model: nn.Module, prompt: Tensor, num_tokens: int, context: int, temperature: float, seed: int
+) -> Tensor:
+    """The prompt and what follows it."""
     uniform = random.uniform(seed, "sample", (num_tokens,), device="cpu").double()
     tokens, shown = prompt, min(len(prompt), context)
     new_kv_caches: Callable[[], Any] | None = getattr(model, "new_kv_caches", None)
@@ -62,5 +88,4 @@ def sample(
         else:
             chosen = logits_V.argmax()
         tokens, shown = torch.cat([tokens, chosen.reshape(1).to(tokens.device)]), shown + 1
-    model.train(was_training)
     return tokens

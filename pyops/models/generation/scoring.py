@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,23 +52,24 @@ def score(
         )
     if reduction not in ("sum", "mean"):
         raise ValueError(f"score: reduction is {reduction!r}; choose sum or mean")
-    if tokens.dim() != 2 or tokens.dtype != torch.int64:
-        raise ValueError(f"score: tokens is {tokens.dtype} {list(tokens.shape)}; give int64 [B, T]")
+    _check_tokens("tokens", tokens)
     if isinstance(model, T5) != (prompts is not None):
         raise ValueError(
             "score: prompts is what the encoder of a T5 reads; give it for T5, and leave it out "
             "for GPT"
         )
+    if prompts is not None:
+        _check_prompts(prompts, len(tokens))
     B, T = tokens.shape
     place_T = torch.arange(T, device=tokens.device)
     lengths_B = _per_row("lengths", T if lengths is None else lengths, tokens)
-    first_B = _per_row("first", first, tokens)
+    first_B = _per_row("first", first if T else 0, tokens)
     first_B = first_B if prompts is not None else first_B.clamp(min=1)
     counts_BT = (place_T < lengths_B[:, None]) & (place_T >= first_B[:, None])
     targets_BT = tokens.masked_fill(~counts_BT, IGNORED)
     seen_BT = tokens.masked_fill(place_T >= lengths_B[:, None], 0)
     with computing(model):
-        if T == 0 or (isinstance(model, GPT) and T == 1):
+        if B == 0 or T == 0 or (isinstance(model, GPT) and T == 1):
             losses = torch.zeros(B, 0, device=tokens.device)  # no token has one before it
         elif isinstance(model, GPT):
             losses = model(seen_BT[:, :-1], targets_BT[:, 1:], reduction="none")
@@ -75,6 +77,33 @@ def score(
             losses = _with_prompts(model, seen_BT, targets_BT, prompts)
     total_B = -losses.double().sum(1)
     return total_B if reduction == "sum" else total_B / counts_BT.sum(1)
+
+
+def _check_tokens(what: str, tokens: Any) -> None:
+    kind = type(tokens).__name__
+    if isinstance(tokens, Tensor):
+        if tokens.dim() == 2 and tokens.dtype == torch.int64:
+            return
+        kind = f"{tokens.dtype} {list(tokens.shape)}"
+    raise ValueError(f"score: {what} is {kind}; give a tensor int64 [B, T]")
+
+
+def _check_prompts(prompts: Any, num_rows: int) -> None:
+    """Refuse what the encoder can't read."""
+    if not isinstance(prompts, tuple | list) or len(prompts) != 2:
+        raise ValueError(
+            f"score: prompts is a {type(prompts).__name__}; give (tokens [B, S], lengths [B])"
+        )
+    _check_tokens("the prompts' tokens", prompts[0])
+    if len(prompts[0]) != num_rows:
+        raise ValueError(
+            f"score: there are prompts of {len(prompts[0])} rows, but tokens of {num_rows}; give "
+            "as many"
+        )
+    if num_rows and int(_per_row("the prompts' lengths", prompts[1], prompts[0]).min()) < 1:
+        raise ValueError(
+            f"score: the prompts' lengths is {prompts[1]!r}; give each prompt a token or more"
+        )
 
 
 def _with_prompts(
@@ -96,13 +125,20 @@ def _with_prompts(
 def _per_row(what: str, given: Tensor | Sequence[int] | int, tokens: Tensor) -> Tensor:
     """[B] of a number for each row, or one for all."""
     B, T = tokens.shape
-    found = torch.as_tensor(given, device=tokens.device)
+    try:
+        found = torch.as_tensor(given, device=tokens.device)
+    except (TypeError, ValueError, RuntimeError):  # of no numbers
+        found = torch.zeros(0, 0)
     if found.dim() == 0:
         found = found.expand(B)
     low, high = (found.min(), found.max()) if found.numel() else (0, 0)
-    if found.shape != (B,) or found.is_floating_point() or low < 0 or high > T:
+    if found.shape != (B,) or not _whole(found) or low < 0 or high > T:
         raise ValueError(
             f"score: {what} is {given!r}; give a whole number from 0 to {T} for each of the {B} "
             "rows"
         )
     return found
+
+
+def _whole(found: Tensor) -> bool:
+    return not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from pyops.flat import Placement
-from pyops.name_patterns import matching
+from pyops.name_patterns import check_patterns, matching
 
 __all__ = ["Candidate", "candidates_of", "choose", "prunable"]
 
@@ -105,8 +105,7 @@ def choose(candidates: Sequence[Candidate], only: Sequence[str] | None) -> set[s
 
 def _of_parameters(only: Sequence[str], names: Collection[str]) -> Sequence[str]:
     """The patterns, where one names a layer that of its weight in its place."""
-    if isinstance(only, str):
-        return only
+    check_patterns(only, what="only")
 
     def matches(text: str) -> bool:
         return any(fnmatchcase(name, text) for name in names)

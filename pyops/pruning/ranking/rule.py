@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.agreement import check_same, ranks_agree
+from pyops.given_numbers import check_number
 from pyops.mesh import ProcessGroupLike
+from pyops.ops.layers.activation import FLOATS
+from pyops.ops.memory import require_memory
 from pyops.pruning.masks import Mask, Masks
 from pyops.pruning.ranking.holdings import Holdings
 from pyops.pruning.ranking.selection import Scores, select_by_layer, select_together
@@ -101,8 +104,7 @@ class Rule:
     def check(self, sparsity: float) -> None:
         """Raise ValueError for shares out of range and for scopes that there are not."""
         for name, value in (("sparsity", sparsity), ("least", self.least)):
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name} is {value}; give a share from 0 to 1")
+            check_number(name, value, lambda v: 0 <= v <= 1, "give a share from 0 to 1")
         if not isinstance(self.scope, Structure) and self.scope not in (
             "layer",
             "global",
@@ -162,10 +164,11 @@ def scores_of(holdings: Holdings, importance: Mapping[str, Tensor] | None) -> di
     """Flat scores of each holding's values: the values, or what was given in their place.
 
     Raises:
-        ValueError: Scores are missing, or of another shape.
+        ValueError: Scores are missing, of another shape or no floats, or weights have no memory.
     """
     found = {}
     for each in holdings:
+        require_memory(each.values, each.name)
         score = each.values
         if importance is not None:
             if each.name not in importance:
@@ -174,12 +177,18 @@ def scores_of(holdings: Holdings, importance: Mapping[str, Tensor] | None) -> di
                     f"{', '.join(holdings.shapes)}"
                 )
             given = importance[each.name]
-            if tuple(given.shape) != each.local_shape:
+            if not isinstance(given, Tensor) or tuple(given.shape) != each.local_shape:
+                kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
                 raise ValueError(
-                    f"the importance of {each.name} is of {tuple(given.shape)}; give scores of "
+                    f"the importance of {each.name} is of {kind}; give scores of "
                     f"{each.local_shape}, as this rank's parameter"
                 )
             score = given.detach().reshape(-1)[each.start : each.start + each.values.numel()]
+        if score.dtype not in FLOATS:
+            raise ValueError(
+                f"what ranks {each.name} is {score.dtype}; give one of "
+                f"{', '.join(map(str, FLOATS))}"
+            )
         found[each.name] = score.float() if score.dtype == torch.float64 else score
     return found
 

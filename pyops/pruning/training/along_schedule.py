@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.agreement import ranks_agree
+from pyops.given_numbers import check_whole
 from pyops.mesh import ProcessGroupLike
 from pyops.pruning.masks import Masks, unpack_bits
 from pyops.pruning.packed import masks_from_state, masks_state
@@ -26,6 +27,7 @@ from pyops.pruning.ranking.rule import Rule, masks_of_holdings, scores_of, zero_
 from pyops.pruning.ranking.structures import Structure
 from pyops.pruning.training.holding import Hold, hold
 from pyops.pruning.training.schedule import CubicSchedule
+from pyops.pruning.training.states import check_optimizer_kind
 
 __all__ = ["Gradual", "gradual"]
 
@@ -89,6 +91,9 @@ class Gradual:
         self._regrow, self._group = regrow, group
         self._hold: Hold | None = None
         self._gone: dict[str, Tensor] = {}  # values of pruned weights, of each holding
+        if not isinstance(schedule, CubicSchedule):
+            raise TypeError(f"schedule is a {type(schedule).__name__}; give a CubicSchedule")
+        check_optimizer_kind(optimizer)
         rule.agree(schedule.final, group=group)
         holdings = self._holdings()  # what is asked for is there
         with ranks_agree(group):
@@ -146,7 +151,18 @@ class Gradual:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any layout. Load the model and the optimizer
-        before. Collective."""
+        before. Collective.
+
+        Raises:
+            ValueError: On every rank, for a state of something else, and masks of another model.
+        """
+        with ranks_agree(self._group):
+            if not isinstance(state, Mapping) or not {"steps", "masks"} <= state.keys():
+                raise ValueError(
+                    "the state of a gradual pruning has steps and masks; give what its state_dict "
+                    f"returned, not {type(state).__name__} of {sorted(map(str, state or ()))}"
+                )
+            check_whole("the state's steps", state["steps"])
         if state["masks"] is not None:
             self._take(masks_from_state(self._model, state["masks"], group=self._group))
         self.steps = int(state["steps"])

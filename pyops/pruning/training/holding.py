@@ -58,6 +58,11 @@ class Hold:
     """
 
     def __init__(self, masks: Masks, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(masks, Masks):
+            raise TypeError(
+                f"masks is a {type(masks).__name__}; give the Masks of the model, as magnitude or "
+                "nm_masks return them"
+            )
         self.masks, self.optimizer = masks, optimizer
         self._ends: list[Callable[[], None]] = []
         self._at: _OverParameters | _OverBuckets | _OverChunks

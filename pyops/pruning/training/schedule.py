@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from pyops.given_numbers import check_number, check_whole
+
 __all__ = ["CubicSchedule"]
 
 
@@ -36,15 +38,18 @@ class CubicSchedule:
     """Steps of the training; a warning says where the schedule ends after it."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.initial <= self.final <= 1.0:
+        for name in ("initial", "final"):
+            check_number(
+                name, getattr(self, name), lambda v: 0 <= v <= 1, "give shares from 0 to 1"
+            )
+        for name, least in (("begin", 0), ("every", 1), ("times", 1)):
+            check_whole(name, getattr(self, name), least=least)
+        if self.total_steps is not None:
+            check_whole("total_steps", self.total_steps, least=1)
+        if not self.initial <= self.final:
             raise ValueError(
                 f"initial is {self.initial} and final {self.final}; give shares from 0 to 1, the "
                 "final one not below the initial one"
-            )
-        if self.begin < 0 or self.every < 1 or self.times < 1:
-            raise ValueError(
-                f"begin={self.begin}, every={self.every}, times={self.times}: begin is 0 or more, "
-                "the others 1 or more"
             )
         if self.total_steps is not None and self.end > self.total_steps:
             fitting = max(1, (self.total_steps - self.begin) // self.every)

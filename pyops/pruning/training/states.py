@@ -15,14 +15,27 @@ from torch import Tensor, nn
 from pyops.ops.sparse.radix_count import keep_bits_
 from pyops.protocols import CommunicatingOptimizer
 
-__all__ = ["check_optimizer", "keep", "keep_states"]
+__all__ = ["check_optimizer", "check_optimizer_kind", "keep", "keep_states"]
 
 FACTORED = frozenset(["row_var", "col_var"])  # sums over rows and columns, of no one weight
+
+
+def check_optimizer_kind(optimizer: object) -> None:
+    """Raise TypeError for what is no optimizer.
+
+    Args:
+        optimizer: Any.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give the one that trains the model"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError or ValueError for an optimizer under which pruned weights would not stay
     0."""
+    check_optimizer_kind(optimizer)
     if isinstance(optimizer, CommunicatingOptimizer):
         raise TypeError(
             f"{type(optimizer).__name__} sends signs, and a sign can't say 0: pruned weights would "

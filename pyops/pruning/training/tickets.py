@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops import checkpoint
+from pyops.given_numbers import check_number, check_whole
 from pyops.pruning.masks import Mask, Masks
 from pyops.pruning.ranking.holdings import Holdings
 from pyops.pruning.ranking.rule import Rule, masks_of_holdings, scores_of
@@ -64,11 +65,9 @@ class LotteryConfig:
     """Where the weights of step k are saved; None: in host memory."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.rewind < 0 or not 0.0 < self.rate < 1.0:
-            raise ValueError(
-                f"rounds={self.rounds}, rate={self.rate}, rewind={self.rewind}: rounds is 1 or "
-                "more, rewind 0 or more, and rate between 0 and 1"
-            )
+        check_whole("rounds", self.rounds, least=1)
+        check_whole("rewind", self.rewind)
+        check_number("rate", self.rate, lambda v: 0 < v < 1, "give a share between 0 and 1")
         Rule(self.scope, self.only, self.least).check(self.rate)
 
     def sparsity(self, number: int) -> float:
@@ -81,11 +80,8 @@ def rate_of(sparsity: float, rounds: int) -> float:
 
     The paper prints P^(1 / n).
     """
-    if rounds < 1 or not 0.0 <= sparsity < 1.0:
-        raise ValueError(
-            f"sparsity is {sparsity} and rounds {rounds}; give a share from 0 to below 1, and 1 or "
-            "more rounds"
-        )
+    check_whole("rounds", rounds, least=1)
+    check_number("sparsity", sparsity, lambda v: 0 <= v < 1, "give a share from 0 to below 1")
     return float(1.0 - (1.0 - sparsity) ** (1.0 / rounds))
 
 

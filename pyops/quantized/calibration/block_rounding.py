@@ -32,7 +32,7 @@ from pyops.quantized.calibration.inputs import (
 )
 from pyops.quantized.calibration.over_ranks import gathered, summed
 from pyops.quantized.calibration.rounding import GPTQConfig, gptq_codes
-from pyops.quantized.formats import FP8, Codes, Format, decode
+from pyops.quantized.formats import FP8, Codes, Format, check_format, decode
 from pyops.quantized.layers import (
     chosen,
     input_ranks,
@@ -135,12 +135,16 @@ def gptq_layers(
     """As `gptq`, with what each layer lost."""
     ranks = Ranks.of(group)
     with alike(model, ranks):
+        check_format("gptq: format", format)
+        if config is not None and not isinstance(config, GPTQConfig):
+            raise TypeError(f"gptq: config is {config!r}; give a GPTQConfig")
         if isinstance(format, FP8):
             raise ValueError(f"gptq rounds to whole numbers; got {format}. Take Int8, Int4 or IntN")
         layers, given = chosen(model, only), check_batches(batches, "gptq")
         check_model(model, layers, "gptq")
         for name, layer in layers.items():
             _check(name, layer, format)
+        _check_parameters(model)
     order = order_of(model, given[0], layers)
     found: dict[str, RoundedLayer] = {}
     for block in _blocks(order):
@@ -168,6 +172,16 @@ def _check(name: str, layer: nn.Module, format: Format) -> None:
             f"gptq: {name} has {width} inputs on a rank, which groups of {format.group} do not "
             f"divide; these do: {', '.join(map(str, fitting)) or 'none'}"
         )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse what would come to light when some layers have been rounded already."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(
+                f"gptq: {name} has a number that is not finite, and so have the inputs of the "
+                "layers behind it; load an earlier checkpoint"
+            )
 
 
 def _check_inputs(name: str, products: Tensor, tokens: int) -> None:

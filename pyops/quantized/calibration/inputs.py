@@ -73,13 +73,30 @@ def check_batches(batches: Batches | None, what: str) -> list[Batch]:
         what: what wants them, for the message.
 
     Raises:
-        ValueError: for none.
+        ValueError: for none, and for examples without a number.
+        TypeError: for one example in place of a list of them, and for what is no example.
     """
+    one = isinstance(batches, Tensor | Mapping | str)
+    if batches is not None and (one or not isinstance(batches, Iterable)):
+        raise TypeError(
+            f"{what}: batches is a {type(batches).__name__}; give a list of what the model is "
+            "called with, [x] for one batch"
+        )
     found = list(batches) if batches is not None else []
     if not found:
         raise ValueError(
             f"{what} wants examples; give batches=[...], what the model is called with"
         )
+    for number, batch in enumerate(found):
+        if not isinstance(batch, Tensor | Mapping):
+            raise TypeError(
+                f"{what}: batch {number} is a {type(batch).__name__}; give a tensor, or a mapping "
+                "of the model's arguments"
+            )
+    given = [x for b in found for x in ([b] if isinstance(b, Tensor) else b.values())]
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if tensors and not any(x.numel() for x in tensors):
+        raise ValueError(f"{what}: no example has a number in it; give examples that have")
     return found
 
 
@@ -97,7 +114,8 @@ def alike(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         yield
     except Exception as found:
         error = found
-    plans = (getattr(module, "plan", None) for module in model.modules())
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    plans = (getattr(module, "plan", None) for module in modules)
     shared = next((plan.ranks for plan in plans if plan is not None), Ranks.of(ALONE))
     for each in (shared, ranks):
         try:

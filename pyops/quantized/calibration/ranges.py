@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.agreement import gather
+from pyops.given_numbers import check_number
 from pyops.mesh import ALONE
 from pyops.quantized.calibration.histogram import Histogram
 from pyops.quantized.calibration.inputs import (
@@ -33,7 +34,7 @@ from pyops.quantized.calibration.inputs import (
     run,
 )
 from pyops.quantized.calibration.over_ranks import greatest, least
-from pyops.quantized.formats import Format, Int8, code_range, scales_of
+from pyops.quantized.formats import Format, Int8, check_format, code_range, scales_of
 from pyops.quantized.layers import chosen, input_ranks
 from pyops.tensor_parallel import Ranks, RanksLike
 
@@ -61,10 +62,13 @@ class Calibration:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
-        if not 50.0 < self.percentile <= 100.0:
-            raise ValueError(f"percentile is {self.percentile}; it is above 50 and at most 100")
-        if not 0.0 < self.momentum <= 1.0:
-            raise ValueError(f"momentum is {self.momentum}; it is above 0 and at most 1")
+        check_number(
+            "percentile",
+            self.percentile,
+            lambda v: 50 < v <= 100,
+            "it is above 50 and at most 100",
+        )
+        check_number("momentum", self.momentum, lambda v: 0 < v <= 1, "it is above 0 and at most 1")
 
 
 class InputRange(NamedTuple):
@@ -168,8 +172,11 @@ def calibrate(
         ValueError: for no batches, a model in training mode, a format that is not per tensor, an
             input that is not finite (with the layer's name).
     """
-    how, ranks = how or Calibration(), Ranks.of(group)
+    how, ranks = Calibration() if how is None else how, Ranks.of(group)
     with alike(model, ranks):
+        check_format("calibrate: format", format)
+        if not isinstance(how, Calibration):
+            raise TypeError(f"calibrate: how is {how!r}; give a Calibration")
         if format.per != "tensor":
             raise ValueError(
                 f'calibrate is for one scale of all inputs; got {format}. per="token" finds its '

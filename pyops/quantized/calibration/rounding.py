@@ -10,11 +10,13 @@ columns are found when its first one is met, from the weights as they are then.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyops.given_numbers import check_number
 from pyops.quantized.formats import Codes, Format, code_range, encode, extremes, scales_of
 
 __all__ = ["GPTQConfig", "gptq_codes"]
@@ -37,8 +39,12 @@ class GPTQConfig:
     the weights as they were."""
 
     def __post_init__(self) -> None:
-        if not self.damping > 0:
-            raise ValueError(f"damping is {self.damping}; it must be above 0, or H may be singular")
+        check_number(
+            "damping",
+            self.damping,
+            lambda v: 0 < v < math.inf,
+            "it must be above 0, or H may be singular",
+        )
 
 
 def gptq_codes(

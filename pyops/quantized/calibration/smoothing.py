@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from pyops.given_numbers import check_number
 from pyops.mesh import ALONE
 from pyops.quantized.calibration.inputs import Batches, alike, check_batches, check_model
 from pyops.quantized.calibration.over_ranks import greatest
@@ -72,8 +73,7 @@ def smooth(
     """
     ranks = Ranks.of(group)
     with alike(model, ranks):
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"alpha is {alpha}; it is 0 to 1")
+        check_number("alpha", alpha, lambda v: 0 <= v <= 1, "it is 0 to 1")
         layers, given = chosen(model, only), check_batches(batches, "smooth")
         check_model(model, layers, "smooth")
     found = readers_of_norms(model, given[0], layers)
