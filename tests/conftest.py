@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import grids
 from tests.default_device import default_device
 from tests.workers import world  # noqa: F401 - a fixture, found by name
 
@@ -22,6 +23,11 @@ os.environ.setdefault(
 torch.set_num_threads(
     max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 )
+# torch.manual_seed would keep a seed for each kind of device that is not there, and beside it the
+# text of the whole stack: half of the time of a test that does little else.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda seed: None
 DEVICE = os.environ.get("PYOPS_TEST_DEVICE", "cpu")
 PRETENDED = "PYOPS_PRETEND_CUDA" in os.environ  # tests/pretend_cuda: a CUDA device over host memory
 
@@ -36,11 +42,14 @@ def pytest_report_header() -> str:
 # pytest-xdist deals whole files out in the order of collection: one that takes long and comes last
 # would run alone, while the other workers are done. Longest first.
 LONG = (
+    "tests/project/test_docs.py",
     "tests/train/faults/test_faults.py",
     "tests/ops/triton/test_interpreter.py",
     "tests/ops/triton/test_ahead.py",
     "tests/cuda/test_kernels.py",
     "tests/context_parallel/test_ranks.py",
+    "tests/train/pretrained/test_folder_training.py",
+    "tests/healing/test_replica.py",
     "tests/train/faults/test_membership.py",
     "tests/project/test_build.py",
     "tests/odd_input/test_callables.py",
@@ -49,7 +58,13 @@ LONG = (
     "tests/elastic/runtime/test_lost_ranks.py",
     "tests/train/test_task_runs.py",
     "tests/zero/test_stages.py",
-    "tests/project/test_docs.py",
+    "tests/train/test_pipeline.py",
+    "tests/train/test_parallel.py",
+    "tests/parallel/test_shared_tokens.py",
+    "tests/parallel/test_torch_checkpoints.py",
+    "tests/train/pretrained/test_taught_folder.py",
+    "tests/train/test_grids.py",
+    "tests/train/test_asynchronous.py",
     "tests/cli/test_commands.py",
     "tests/train/test_zero.py",
     "tests/test_lost_ranks.py",
@@ -62,7 +77,8 @@ LONG = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the order of LONG: by default pytest-xdist begins with the files of most tests, however
-    short these are, and ends with the long ones."""
+    short these are, and ends with the long ones. And make no cases that are left out below."""
+    grids.ALL_CASES["made"] = bool(config.option.markexpr)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

@@ -9,6 +9,7 @@ installed.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,19 @@ def missing(error: BaseException | None) -> str | None:
             return error.name.split(".")[0]
         error = error.__cause__ or error.__context__
     return None
+
+
+def skip_module_without(package: str) -> None:
+    """Skip the calling test module where `package` is not installed.
+
+    Unlike pytest.importorskip, the package is not imported: scikit-learn takes more than two
+    seconds of each worker of pytest-xdist, and pyops reads a file of it without importing it.
+
+    Args:
+        package: The top-level module, such as `sklearn`.
+    """
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, which is not installed", allow_module_level=True)
 
 
 class Module(pytest.Module):

@@ -6,9 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ import torch
 from pyops.checkpoint import CheckpointError, Checkpoints, load, save, writing
 from pyops.checkpoint.format import tensor_file
 from pyops.checkpoint.format.manifest import seal
+from tests.checkpoint.forked_program import start_program
 
 pytestmark = pytest.mark.cpu_only
 
@@ -169,14 +167,11 @@ save(sys.argv[1], {"model": {"w": torch.full((50, 20), 2.0)}, "step": 2})
 
 def test_a_killed_save_leaves_the_old_one_whole(tmp_path):
     save(tmp_path / "c", make_state(1.0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_SAVE, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    process, printed = start_program(SLOW_SAVE, str(tmp_path / "c"))
+    with printed:
+        assert printed.readline() == "writing\n"
+    process.kill()
+    process.join()
     assert (tmp_path / "c.tmp").exists(), "it was killed too late to prove anything"
     assert equal(load(tmp_path / "c")[0], make_state(1.0))
     save(tmp_path / "c", make_state(3.0))

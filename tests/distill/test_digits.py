@@ -13,8 +13,9 @@ from pyops.data.digits import load_digits
 from pyops.distill import freeze, logits_divergence
 from pyops.optim import AdamW
 from pyops.tensor_parallel import DivergenceConfig
+from tests.optional_packages import skip_module_without
 
-pytest.importorskip("sklearn")
+skip_module_without("sklearn")
 pytestmark = pytest.mark.cpu_only
 
 CROSS_ENTROPY = nn.functional.cross_entropy

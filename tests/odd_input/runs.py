@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
+import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.workers import fork_server
 
 __all__ = ["folder_of_all", "go_through", "wrong_in"]
 
@@ -54,25 +57,35 @@ def go_through(cases: Sequence[Any], problem: Callable[..., str | None], first: 
     print("end", flush=True)
 
 
+def _run(module: str, which: str, first: int, folder: str) -> None:
+    """As `python -m module which first`, with what it prints in files of `folder`."""
+    os.chdir(ROOT)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with open(Path(folder, name), "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv[1:] = [which, str(first)]
+    runpy.run_module(module, run_name="__main__")
+
+
 def wrong_in(module: str, which: str) -> list[str]:
-    """What is wrong, by case. `module` is run with `which` and the number of the first case."""
+    """What is wrong, by case. `module` is run with `which` and the number of the first case, in
+    processes of the fork server, which need not import torch."""
     wrong, first = [], 0
-    for _ in range(MOST_DEATHS):
-        done = subprocess.run(
-            [sys.executable, "-m", module, which, str(first)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
-        case = ""
-        for line in done.stdout.splitlines():
-            if line.startswith("case "):
-                case = line
-            elif line.startswith("wrong: "):
-                wrong.append(f"{case}: {line[7:]}")
-        if done.stdout.endswith("end\n"):
-            return wrong
-        assert case, done.stderr
-        wrong.append(f"{case}: the process died with {done.returncode}: {done.stderr[-300:]}")
-        first = int(case.split()[1]) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(MOST_DEATHS):
+            process = fork_server().Process(target=_run, args=(module, which, first, folder))
+            process.start()
+            process.join()
+            said, errors = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+            case = ""
+            for line in said.splitlines():
+                if line.startswith("case "):
+                    case = line
+                elif line.startswith("wrong: "):
+                    wrong.append(f"{case}: {line[7:]}")
+            if said.endswith("end\n"):
+                return wrong
+            assert case, errors
+            wrong.append(f"{case}: the process died with {process.exitcode}: {errors[-300:]}")
+            first = int(case.split()[1]) + 1
     return wrong

@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.asynchronous.distbelief_digits import PUSHES, Downpour, Sandblaster
 from tests.grids import cut
+from tests.optional_packages import skip_module_without
 
-pytest.importorskip("sklearn")
+skip_module_without("sklearn")
 pytestmark = pytest.mark.cpu_only
 
 SGD_RATE, RATE, WARM = 0.3, 0.005, 100

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from pyops.ops import library
+from tests.project.forked_python import ForkedPython
 
 pytestmark = pytest.mark.cpu_only
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILT = shutil.ignore_patterns("*.so", "_build.json")  # of pyops; byte code is that of its source
 TRY_SETUP = """
 import importlib.util, runpy, sys
 sys.argv = ["setup.py", "--version"]
@@ -30,18 +33,30 @@ assert "torch" not in sys.modules, "setup.py imported torch"
 """
 
 
-def run_setup(
-    prepare: str = "", then: str = "", **environment: str
-) -> subprocess.CompletedProcess[str]:
-    code = TRY_SETUP.format(prepare=prepare, then=then)
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+RunSetup = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[ForkedPython]:
+    """Interpreters that have imported torch, and nothing of pyops."""
+    made = ForkedPython("torch")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def run_setup() -> Iterator[RunSetup]:
+    """run_setup(prepare, then, **environment): setup.py between two programs, without torch."""
+    without_torch = ForkedPython("setuptools", "runpy")
+
+    def run(
+        prepare: str = "", then: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        code = TRY_SETUP.format(prepare=prepare, then=then)
+        return without_torch.run(code, cwd=ROOT, env={**os.environ, **environment})
+
+    yield run
+    without_torch.close()
 
 
 def one_paragraph(done: subprocess.CompletedProcess[str]) -> str:
@@ -52,7 +67,7 @@ def one_paragraph(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-def test_setup_finds_torch_without_importing_it():
+def test_setup_finds_torch_without_importing_it(run_setup: RunSetup):
     then = (
         "folder, number = setup['torch_to_build_against']()\nassert (folder / "
         "'version.py').exists()\nprint(number)\n"
@@ -70,7 +85,7 @@ def test_setup_finds_torch_without_importing_it():
 @pytest.mark.parametrize(
     ("missing", "words"), [("torch", "pip install torch"), ("pybind11", "pip install pybind11")]
 )
-def test_a_missing_package_is_named_with_its_fix(missing: str, words: str):
+def test_a_missing_package_is_named_with_its_fix(run_setup: RunSetup, missing: str, words: str):
     hide = "find = importlib.util.find_spec\n"
     hide += f"importlib.util.find_spec = lambda n, *a: None if n == {missing!r} else find(n, *a)\n"
     hide += "import build_backend\nbuild_backend._torch_of_target = lambda: None"
@@ -80,7 +95,7 @@ def test_a_missing_package_is_named_with_its_fix(missing: str, words: str):
     assert words in message
 
 
-def test_a_torch_that_is_too_old_is_called_that(tmp_path: Path):
+def test_a_torch_that_is_too_old_is_called_that(run_setup: RunSetup, tmp_path: Path):
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
     message = one_paragraph(
         run_setup("", "setup['torch_to_build_against']()", PYOPS_TORCH=str(tmp_path))
@@ -164,7 +179,7 @@ def test_the_sdist_holds_every_file_of_the_project(tmp_path: Path):
     assert not [file for file in packed if file.endswith((".so", ".pyc", "_build.json"))]
 
 
-def test_no_compiler_points_to_the_way_without():
+def test_no_compiler_points_to_the_way_without(run_setup: RunSetup):
     empty = "import shutil\nshutil.which = lambda *a, **k: None"
     message = one_paragraph(run_setup(empty, "setup['find_compiler']()"))
     assert "PYOPS_NO_EXT=1" in message
@@ -174,7 +189,7 @@ def test_no_compiler_points_to_the_way_without():
     )
 
 
-def test_cuda_is_chosen_by_what_is_installed(tmp_path: Path):
+def test_cuda_is_chosen_by_what_is_installed(run_setup: RunSetup, tmp_path: Path):
     """AUTO: nvcc and a CUDA build of torch, nothing else; ON without nvcc is an error; an unknown
     word is named."""
     nvcc = tmp_path / "nvcc"
@@ -202,7 +217,7 @@ def test_cuda_is_chosen_by_what_is_installed(tmp_path: Path):
     )
 
 
-def test_nvcc_and_torch_are_of_one_cuda(tmp_path: Path):
+def test_nvcc_and_torch_are_of_one_cuda(run_setup: RunSetup, tmp_path: Path):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
@@ -228,7 +243,7 @@ def test_nvcc_and_torch_are_of_one_cuda(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_install_without_kernels(tmp_path: Path):
+def test_install_without_kernels(with_torch: ForkedPython, tmp_path: Path):
     """A wheel built with PYOPS_NO_EXT=1 holds no binary, imports, and steps in plain torch."""
     copy = tmp_path / "source"
     copy.mkdir()
@@ -250,6 +265,7 @@ def test_install_without_kernels(tmp_path: Path):
         "-q",
         "--no-deps",
         "--no-build-isolation",
+        "--no-compile",
         "--target",
         str(target),
     ]
@@ -268,31 +284,15 @@ def test_install_without_kernels(tmp_path: Path):
         "out.tolist() == [3.0, 3.0]\n"
     )
     environment.pop("PYOPS_NO_EXT")
-    subprocess.run(
-        [sys.executable, "-c", program, str(target)],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        timeout=60,
-    )
+    done = with_torch.run(program, str(target), cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_an_unbuilt_tree_says_how_to_build(tmp_path: Path):
-    shutil.copytree(
-        ROOT / "pyops",
-        tmp_path / "pyops",
-        ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"),
-    )
+def test_an_unbuilt_tree_says_how_to_build(with_torch: ForkedPython, tmp_path: Path):
+    shutil.copytree(ROOT / "pyops", tmp_path / "pyops", ignore=BUILT)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYOPS_NO_EXT", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, "-c", "import pyops; pyops.ops"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = with_torch.run("import pyops; pyops.ops", cwd=tmp_path, env=environment)
     assert (
         f"ImportError: pyops is not built in {tmp_path / 'pyops'}. In the folder that "
         "holds setup.py, run: " in done.stderr
@@ -301,14 +301,10 @@ def test_an_unbuilt_tree_says_how_to_build(tmp_path: Path):
     assert "hides" not in done.stderr
 
 
-def test_a_checkout_that_hides_an_installed_pyops_says_so(tmp_path: Path):
+def test_a_checkout_that_hides_an_installed_pyops_says_so(with_torch: ForkedPython, tmp_path: Path):
     """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops
     comes later on the path."""
-    shutil.copytree(
-        ROOT / "pyops",
-        tmp_path / "checkout" / "pyops",
-        ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"),
-    )
+    shutil.copytree(ROOT / "pyops", tmp_path / "checkout" / "pyops", ignore=BUILT)
     installed = tmp_path / "site" / "pyops"
     installed.mkdir(parents=True)
     (installed / "_build.json").write_text('{"extension": true}')
@@ -323,20 +319,17 @@ def test_a_checkout_that_hides_an_installed_pyops_says_so(tmp_path: Path):
         f"pyops is not built in {tmp_path / 'checkout' / 'pyops'}. ",
         "_C.so is missing although pyops was built",
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", "import pyops; pyops.has_kernel('adam_', 'cpu')"],
-            env=environment,
+        done = with_torch.run(
+            "import pyops; pyops.has_kernel('adam_', 'cpu')",
             cwd=tmp_path / "checkout",
-            capture_output=True,
-            text=True,
-            timeout=120,
+            env=environment,
         )
         assert begin in done.stderr
         assert words in done.stderr
         (tmp_path / "checkout" / "pyops" / "_build.json").write_text('{"extension": true}')
 
 
-def test_all_that_is_listed_can_be_imported():
+def test_all_that_is_listed_can_be_imported(with_torch: ForkedPython):
     """README's rooms and the modules beside it, without what takes seconds to import and few
     programs use; what is not there is named with what is."""
     modules = {path.stem for path in (ROOT / "pyops").glob("*.py")}
@@ -352,13 +345,7 @@ def test_all_that_is_listed_can_be_imported():
         "torch_private",
     }  # fmt: skip
     names = sorted(modules - inner)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = with_torch.run(program, *names, cwd=ROOT)
     told = done.stderr.splitlines()[-1]
     assert told.startswith("AttributeError: module 'pyops' has no attribute 'nonsense'; it has "), (
         done.stderr
@@ -395,25 +382,10 @@ def test_the_ops_use_nothing_of_torch_but_its_stable_abi():
 
 @needs_kernels
 @pytest.mark.slow
-def test_an_instruction_set_can_be_forced():
+def test_an_instruction_set_can_be_forced(with_torch: ForkedPython):
     program = "from pyops.ops import library; print(library.isa())"
     for name in library.isas()[:1]:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env={**os.environ, "PYOPS_CPU_ISA": name},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert done.stdout.split() == [name]
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYOPS_CPU_ISA": "sse9"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        done = with_torch.run(program, cwd=ROOT, env={**os.environ, "PYOPS_CPU_ISA": name})
+        assert done.stdout.split() == [name], done.stderr
+    done = with_torch.run(program, cwd=ROOT, env={**os.environ, "PYOPS_CPU_ISA": "sse9"})
     assert "ImportError: PYOPS_CPU_ISA=sse9 is not among" in done.stderr

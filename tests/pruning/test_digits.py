@@ -13,8 +13,9 @@ from torch import nn
 from benchmarks.compress import pruned_digits as runs
 from pyops.pruning import LotteryConfig, lottery, rate_of
 from tests.grids import full
+from tests.optional_packages import skip_module_without
 
-pytest.importorskip("sklearn")
+skip_module_without("sklearn")
 pytestmark = pytest.mark.cpu_only
 
 GRADUAL = {0.5: 97.0, 0.8: 97.0, 0.9: 97.0, 0.95: 96.0, 0.98: 93.0}  # at least, percent

@@ -21,8 +21,9 @@ from benchmarks.compress.quantized_models import (
 )
 from pyops.quantized import IntN
 from tests.grids import full
+from tests.optional_packages import skip_module_without
 
-pytest.importorskip("sklearn")
+skip_module_without("sklearn")
 pytestmark = pytest.mark.cpu_only
 
 

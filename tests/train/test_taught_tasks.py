@@ -12,12 +12,13 @@ import torch
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, DistillConfig, ParallelConfig, TaskConfig
 from pyops.train import train
+from tests.optional_packages import skip_module_without
 from tests.train.test_task_runs import STEPS, column, config_of
 from tests.train.tiny_run import losses, norms, same, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
 EPOCHS = 2
-pytest.importorskip("sklearn")
+skip_module_without("sklearn")
 
 
 def taught(teacher: Config, name: str, *, pp: int = 1, **options: Any) -> Config:

@@ -30,6 +30,8 @@ def test_kernels_under_the_interpreter(chosen: str):
         "addopts=",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "tests.ops.triton.interpreter_plugin",
         "-m",
         chosen,
         *map(str, files),
