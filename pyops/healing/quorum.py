@@ -31,7 +31,8 @@ LOOK = 0.02  # seconds between two looks into the store
 
 @dataclass(frozen=True)
 class QuorumConfig:
-    """How long replicas wait for each other, in seconds."""
+    """How many replicas train, how long they wait for each other, in seconds, and how often they
+    keep copies of each other's states."""
 
     min_replicas: int = 1
     """Fewer do not train."""
@@ -43,9 +44,12 @@ class QuorumConfig:
     """Of collectives. A process that dies is noticed at once, one that stalls after this time."""
     meeting_timeout: float = 300.0
     """How long a meeting waits for replicas that live: longer than `timeout` and a step."""
+    copy_every: int = 1
+    """Of states that are spread (ZeRO stage 1), steps from one copy at the neighbor to the next. So
+    many steps at most are taken again where a replica is lost."""
 
     def __post_init__(self) -> None:
-        for name in ("min_replicas", "start_replicas"):
+        for name in ("min_replicas", "start_replicas", "copy_every"):
             least = getattr(self, name)
             if isinstance(least, bool) or not isinstance(least, int) or least < 1:
                 raise ValueError(f"{name} is {least!r}; give a whole number, 1 or more")
@@ -111,7 +115,7 @@ class Quorum:
                 number = int(self._store.add(f"{generation}/arrived", 1))
                 self._store.set(f"{generation}/place/{number}", str(self.replica))
                 members = self._closed(generation, first=number == 1, until=until)
-                if self.replica in members and self._join(generation, members):
+                if self.replica in members and self._join(generation, members, until=until):
                     self._generation, self.members = generation, members
                     assert dist.group.WORLD is not None
                     return dist.group.WORLD
@@ -122,6 +126,16 @@ class Quorum:
         with _StoreErrors():
             current = int(self._store.add("generation", 0))
             return current > self._generation and self._store.add(f"{current}/arrived", 0) > 0
+
+    def note_progress(self, steps: int) -> None:
+        """Tell those that come later how many steps have been taken."""
+        with _StoreErrors():
+            self._store.set("steps", str(steps))
+
+    def noted_progress(self) -> int:
+        """What was told last; 0 at the beginning."""
+        with _StoreErrors():
+            return int(self._store.get("steps")) if self._store.check(["steps"]) else 0
 
     def abandon(self) -> None:
         """Leave the process group, whole or not."""
@@ -155,14 +169,21 @@ class Quorum:
 
     # --- meetings
 
+    def _has_come(self, generation: int, member: int) -> bool:
+        return bool(self._store.check([f"{generation}/member/{member}"]))
+
     def _closed(self, generation: int, *, first: bool, until: float) -> list[int]:
         """Who takes part; empty where the one that would say it is lost."""
         key, hearts = f"{generation}/members", _Hearts(self._store, self.config.lease)
         while True:
             alive, arrived = hearts.alive(), self._arrived(generation)
+            # Read before the members, which are written before the generation is counted on.
+            over = int(self._store.add("generation", 0)) != generation
             if self._store.check([key]):
                 members: list[int] = json.loads(self._store.get(key))
                 return members
+            if over:  # the others have lost sight of the first for a while
+                return []
             here = arrived & alive
             enough = hearts.settled and alive <= arrived and len(here) >= self._least()
             if first and enough:
@@ -203,14 +224,18 @@ class Quorum:
         )
 
     def _next(self, generation: int) -> None:
-        """Open the next generation, once."""
-        if self._store.add(f"{generation}/over", 1) == 1:
-            self._store.add("generation", 1)
-        while int(self._store.add("generation", 0)) == generation:
-            time.sleep(LOOK)
+        """Open the next generation, once: in one operation, in which nobody can be lost."""
+        self._store.compare_set("generation", str(generation), str(generation + 1))
 
-    def _join(self, generation: int, members: list[int]) -> bool:
+    def _join(self, generation: int, members: list[int], *, until: float) -> bool:
         """Whether all that were counted are there."""
+        self._store.set(f"{generation}/member/{self.replica}", "1")
+        hearts = _Hearts(self._store, self.config.lease)
+        # A process group would wait for a lost one until its timeout.
+        while missing := {m for m in members if not self._has_come(generation, m)}:
+            if not missing <= hearts.alive() or time.monotonic() > until:
+                return False
+            time.sleep(LOOK)
         try:
             dist.init_process_group(
                 "gloo",
@@ -231,7 +256,7 @@ class _Hearts:
     def __init__(self, store: dist.Store, lease: float) -> None:
         self._store, self._lease, self._begun = store, lease, time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}
-        self._gone: set[int] = set()
+        self._left: set[int] = set()
 
     @property
     def settled(self) -> bool:
@@ -239,17 +264,18 @@ class _Hearts:
         return time.monotonic() - self._begun > self._lease / 2
 
     def alive(self) -> set[int]:
-        """Those that beat within the lease. One that was never seen to beat is given the lease."""
+        """Those that beat within the lease. One that was never seen to beat is given the lease; one
+        that was missed lives again when it beats: its host had no time for it."""
         now, found = time.monotonic(), set()
         for replica in range(1, int(self._store.add("replicas", 0)) + 1):
-            if replica in self._gone:
+            if replica in self._left:
                 continue
             beat = int(self._store.add(f"beat/{replica}", 0))
             if replica not in self._seen or beat != self._seen[replica][0]:
                 self._seen[replica] = beat, now
-            if now - self._seen[replica][1] > self._lease or self._store.check([f"left/{replica}"]):
-                self._gone.add(replica)
-            else:
+            if self._store.check([f"left/{replica}"]):
+                self._left.add(replica)
+            elif now - self._seen[replica][1] <= self._lease:
                 found.add(replica)
         return found
 

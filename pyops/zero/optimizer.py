@@ -171,10 +171,10 @@ class ZeroOptimizer(CheckpointedOptimizer):
         try:
             with setup.groups.all_agree():  # no memory for a stage of a pipeline, say
                 self._lay_out(setup.param_groups)
+            self._own(setup)
         except BaseException:
             self._undo_layout()
             raise
-        self._own(setup)
         self.one_bit = (
             None
             if setup.phases is None

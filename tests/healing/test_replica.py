@@ -3,10 +3,8 @@ those of one process, and the states have the same bits everywhere."""
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,70 +13,57 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm import CommunicationError
-from pyops.healing import HealingDataParallel, Part, QuorumConfig
+from pyops.data_parallel import DataParallel
+from pyops.healing import HealingDataParallel, Part, QuorumConfig, StateLostError
+from pyops.healing import replica as healing
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.healing.living import (
+    STEPS,
+    adam,
+    die,
+    net,
+    one_process,
+    quorum_config,
+    reached,
+    squares,
+    stores,
+    until_somebody_waits,
+)
 from tests.workers import spawn_worlds
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 
-ROWS, STEPS, KILLED_AT = 7, 9, 2
+KILLED_AT = 2
 VICTIM, NEWCOMER = 1, 3
-CONFIG = QuorumConfig(start_replicas=3, lease=3.0, timeout=15.0, meeting_timeout=60.0)
-# Where the victim is killed; in the last, also the newcomer, while it joins.
-MOMENTS = ("forward", "backward", "optimizer", "half applied", "joining")
-
-
-def net(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    draws = torch.Generator().manual_seed(step)
-    inputs = torch.randn(ROWS, 4, generator=draws, dtype=torch.float64)
-    return inputs, inputs.sin().sum(1, keepdim=True)
-
-
-def squares(module: nn.Module, part: Part) -> tuple[Tensor, int]:
-    rows = part.rows(ROWS)
-    inputs, targets = batch(part.step)
-    error = module(inputs[rows]) - targets[rows]
-    return error.square().sum(), len(inputs[rows])
-
-
-def one_process() -> list[float]:
-    model = net(0)
-    optimizer = adam(model)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = squares(model, Part(step, 0, 1))[0] / ROWS
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+# Where the victim is killed, or what else happens then; and the ranks that live to the end.
+MOMENTS = {
+    "forward": (0, 2, NEWCOMER),
+    "backward": (0, 2, NEWCOMER),
+    "between buckets": (0, 2, NEWCOMER),
+    "optimizer": (0, 2, NEWCOMER),
+    "half applied": (0, 2, NEWCOMER),
+    "two at once": (0, NEWCOMER),
+    "another while they agree": (0, NEWCOMER),
+    "another once they agreed": (0, NEWCOMER),
+    "the newcomer before it joins": (0, 2),
+    "the newcomer while it takes the state": (0, 2),
+}
+IN_FORWARD = set(MOMENTS) - {"backward", "between buckets", "optimizer", "half applied"}
 
 
 def run(rank: int, group: object, port: int, moment: str) -> Any:
     """A replica's life: (losses by step, values and states at the end, sizes by step)."""
     dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = reached(port)
     if rank == NEWCOMER:
         store.wait(["healed"])
     elif rank:
         store.wait([f"made {rank - 1}"])
     model = net(rank)
     optimizer = adam(model)
-    replica = HealingDataParallel(model, optimizer, store, config=CONFIG)
+    healing.DataParallel = partial(DataParallel, bucket_bytes=64)  # type: ignore[misc, assignment]
+    replica = HealingDataParallel(model, optimizer, store, config=quorum_config(3))
     store.set(f"made {rank}", "1")
     losses, sizes = {}, {}
     take = optimizer.step
@@ -87,11 +72,16 @@ def run(rank: int, group: object, port: int, moment: str) -> Any:
         sizes[part.step] = part.size
         if part.step > KILLED_AT and not rank:
             store.set("healed", "1")
-        if rank == VICTIM and part.step == KILLED_AT and moment in ("forward", "joining"):
+        killed = part.step == KILLED_AT and (
+            rank == VICTIM or (rank == 2 and moment == "two at once")
+        )
+        if killed and moment in IN_FORWARD:
             die()
         loss, rows = squares(module, part)
-        if rank == VICTIM and part.step == KILLED_AT and moment == "backward":
-            loss.register_hook(lambda _: die())
+        if killed and moment == "backward":
+            loss.register_hook(die)
+        if killed and moment == "between buckets":  # its gradient is the last
+            model[0].weight.register_hook(die)
         return loss, rows
 
     def step(*arguments: Any) -> Any:
@@ -104,13 +94,22 @@ def run(rank: int, group: object, port: int, moment: str) -> Any:
         return take(*arguments)
 
     optimizer.step = step  # type: ignore[method-assign]
-    if rank == NEWCOMER and moment == "joining":
-        replica._begin_alike = lambda _: die()  # type: ignore[method-assign, assignment]
+    if rank == NEWCOMER and moment == "the newcomer before it joins":
+        replica._begin = die  # type: ignore[method-assign, assignment]
+    if rank == NEWCOMER and moment == "the newcomer while it takes the state":
+        healing.send_state = lambda *_, group, **__: (  # type: ignore[assignment]
+            dist.broadcast_object_list([None], group=group, group_src=0),
+            die(),
+        )
     while replica.steps < STEPS:
-        if replica.steps == STEPS - 3 and rank in (0, 2) and not store.check(["seen"]):
-            until = time.monotonic() + 90
-            while not replica.quorum.somebody_waits() and time.monotonic() < until:
-                time.sleep(0.02)
+        if replica.steps == KILLED_AT and rank == 2:
+            if moment == "another while they agree":
+                replica.quorum._closed = die  # type: ignore[method-assign, assignment]
+            if moment == "another once they agreed":
+                replica.quorum._join = die  # type: ignore[method-assign, assignment]
+        alone = sizes.get(replica.steps - 1) != 3  # the newcomer is not there yet
+        if replica.steps == STEPS - 3 and rank != NEWCOMER and alone and not store.check(["seen"]):
+            until_somebody_waits(replica.quorum)
         now = replica.steps
         loss = replica.step(compute)
         losses[max(now, replica.steps - 1)] = loss
@@ -123,14 +122,12 @@ def run(rank: int, group: object, port: int, moment: str) -> Any:
 
 
 def check(moments: tuple[str, ...]) -> None:
-    expected = one_process()
-    stores = [
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in moments
-    ]
-    cases = [(store.port, moment) for store, moment in zip(stores, moments, strict=True)]
+    expected, _ = one_process()
+    served = stores(len(moments))
+    cases = [(store.port, moment) for store, moment in zip(served, moments, strict=True)]
     for moment, outcomes in zip(moments, spawn_worlds(4, run, cases, timeout=240), strict=True):
         assert outcomes[VICTIM].exitcode == -signal.SIGKILL, (moment, outcomes[VICTIM])
-        left = [0, 2] if moment == "joining" else [0, 2, NEWCOMER]
+        left = MOMENTS[moment]
         for rank in left:
             assert outcomes[rank].error is None, (moment, rank, outcomes[rank].error)
         states = [outcomes[rank].result[1] for rank in left]
@@ -143,7 +140,7 @@ def check(moments: tuple[str, ...]) -> None:
             wanted = torch.tensor([expected[step] for step in sorted(losses)], dtype=torch.float64)
             assert torch.allclose(found, wanted, rtol=1e-10, atol=0), (moment, rank, found, wanted)
             assert sizes[STEPS - 1] == len(left), (moment, sizes)
-        if moment != "joining":
+        if NEWCOMER in left:
             assert min(outcomes[NEWCOMER].result[0]) > KILLED_AT
 
 
@@ -153,7 +150,48 @@ def test_losses_are_those_of_one_process_though_a_replica_is_killed():
 
 @pytest.mark.full
 def test_losses_are_those_of_one_process_wherever_a_replica_is_killed():
-    check(MOMENTS)
+    moments = tuple(MOMENTS)
+    check(moments[:5])
+    check(moments[5:])
+
+
+def alone(store: dist.Store) -> HealingDataParallel:
+    model = net(0)
+    config = QuorumConfig(lease=0.2, timeout=5.0)
+    return HealingDataParallel(model, adam(model), store, config=config)
+
+
+def test_a_newcomer_to_a_run_that_is_over_does_not_begin_it_anew():
+    store = dist.HashStore()
+    first = alone(store)
+    first.step(squares)
+    first.close()
+    with pytest.raises(StateLostError, match=r"has taken 1 steps, and none .* \(0 steps\)"):
+        alone(store).step(squares)
+    assert not dist.is_initialized()
+
+
+def test_a_step_that_always_fails_ends_though_nobody_is_lost():
+    calls = []
+
+    def compute(module: nn.Module, part: Part) -> tuple[Tensor, int]:
+        calls.append(part)
+        raise CommunicationError("too slow")
+
+    with pytest.raises(CommunicationError, match=r"0 failed 3 times, though .*\[1\].*too slow"):
+        alone(dist.HashStore()).step(compute)
+    assert len(calls) == 3
+    assert not dist.is_initialized()
+
+
+def test_without_the_store_a_replica_ends():
+    served = stores(1)
+    replica = alone(dist.TCPStore("127.0.0.1", served[0].port, is_master=False))
+    replica.step(squares)
+    served.clear()
+    with pytest.raises(CommunicationError, match=r"store in which replicas meet is gone"):
+        replica.step(squares)
+    assert not dist.is_initialized()
 
 
 def test_what_cannot_be_healed_is_refused():
