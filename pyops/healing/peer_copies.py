@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.checkpoint.memory import neighbor_distance
+from pyops.checkpoint.memory.checkpoints import neighbor_distance
 from pyops.comm.agreement import gather
 from pyops.failure import naming_lost_ranks
 from pyops.flat import Shard, Shards
