@@ -56,8 +56,12 @@ WAYS: dict[str, Callable[..., Pair]] = {
     BASELINE: GRADIENTS[BASELINE],
     "local SGD, every 8": partial(_replica, options=LocalSGDConfig(method="local_sgd", every=8)),
     "local SGD, every 16": partial(_replica, options=LocalSGDConfig(method="local_sgd", every=16)),
+    "local SGD, every 8, states averaged": partial(
+        _replica, options=LocalSGDConfig(method="local_sgd", every=8, states="average")
+    ),
     "DiLoCo, every 25": _diloco(every=25),
     "DiLoCo, every 50": _diloco(every=50),
+    "DiLoCo, every 50, outer momentum 0.7": _diloco(every=50, outer_momentum=0.7),
     "DiLoCo, every 50, int8": _diloco(every=50, codec="int8"),
     "DiLoCo, every 50, int4": _diloco(every=50, codec="int4"),
     "DiLoCo, every 50, one bit": _diloco(every=50, codec="onebit"),

@@ -108,6 +108,15 @@ def of_aim(row: Row, field: str) -> str:
     return f"{row[field]:.2f}" + (f" (aim {aim:g})" if aim else "") if field in row else ""
 
 
+def of_loss(row: Row) -> str:
+    """The loss over that of the rival, and the aim where there is one."""
+    if "loss_ratio" not in row:
+        return ""
+    return f"{row['loss_ratio']:.3f}" + (
+        f" (aim {row['loss_limit']:g})" if row["loss_limit"] else ""
+    )
+
+
 # Columns of rows that have something to say there.
 SPARSE = ("block_sparse", "block_layouts", "sparse_density")
 
@@ -155,6 +164,7 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "validation loss": lambda row: (
         f"{row['validation_loss']:.3f}" if "validation_loss" in row else ""
     ),
+    "times the loss of torch DDP": of_loss,
     "MiB, rank by rank": lambda row: ", ".join(f"{size:.1f}" for size in row.get("peak_mib", ())),
     "peak MiB of a rank beyond imports": lambda row: ", ".join(
         f"{name} {peak - imported:.0f}"
