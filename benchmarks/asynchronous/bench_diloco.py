@@ -80,7 +80,8 @@ def _losses(options: Any, ways: Iterable[str], *, steps: int, mbit: int) -> Iter
             for key, each in ((way, found), (BASELINE, baseline))
             if (steps, mbit) == SHORT
         }
-        limit = next((LIMITS[key] for key in LIMITS if way.startswith(key)), None)
+        aims = LIMITS if (steps, mbit) == LONG else {}
+        limit = next((aims[key] for key in aims if way.startswith(key)), None)
         ratio = found["validation_loss"] / baseline["validation_loss"]
         yield {
             "bench": "diloco",
