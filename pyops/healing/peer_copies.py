@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.checkpoint.memory.checkpoints import neighbor_distance
+from pyops.checkpoint.memory.room import machine
 from pyops.comm.agreement import gather
 from pyops.failure import naming_lost_ranks
 from pyops.flat import Shard, Shards
@@ -93,9 +93,9 @@ class PeerCopies:
         """Exchange with the ranks of this group from now on; what is kept of others stays."""
         self._group, self._rank = group, dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        told = gather((socket.gethostname(), self._meeting), group=group)
+        told = gather((machine(), self._meeting), group=group)
         self._meeting = 1 + max(meeting for _, meeting in told)
-        self._distance = neighbor_distance([host for host, _ in told])
+        self._distance = neighbor_distance([where for where, _ in told])
 
     @property
     def nbytes(self) -> int:
