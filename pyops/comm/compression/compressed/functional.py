@@ -107,14 +107,9 @@ def compressed_all_reduce(
         check_tensor(tensor, codec, op=op, segment_bytes=options.segment_bytes)
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
+    what = f"compressed_all_reduce{options.of_label}"
     if mistake := mistake_of(check):
-        return refuse(
-            mistake,
-            comm,
-            what=f"compressed_all_reduce{options.of_label}",
-            tensor=tensor,
-            async_op=async_op,
-        )
+        return refuse(mistake, comm, what=what, tensor=tensor, async_op=async_op)
     scale = 1.0 / (comm.size if comm is not None else 1) if op == "mean" else 1.0
     segment = segment_of(options)
 
@@ -132,7 +127,7 @@ def compressed_all_reduce(
             tensor.copy_(flat.view(tensor.shape))
         return tensor
 
-    return run_call(comm, call, f"compressed_all_reduce{options.of_label}", tensor, codec, async_op)
+    return run_call(comm, call, what, tensor, codec, async_op)
 
 
 def compressed_reduce_scatter(
@@ -177,14 +172,9 @@ def compressed_reduce_scatter(
             )
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
+    what = f"compressed_reduce_scatter{options.of_label}"
     if mistake := mistake_of(check):
-        return refuse(
-            mistake,
-            comm,
-            what=f"compressed_reduce_scatter{options.of_label}",
-            tensor=tensor,
-            async_op=async_op,
-        )
+        return refuse(mistake, comm, what=what, tensor=tensor, async_op=async_op)
     rows = row_starts(len(tensor), size)
     scale = 1.0 / size if op == "mean" else 1.0
     segment = segment_of(options)
@@ -207,9 +197,7 @@ def compressed_reduce_scatter(
         )
         return out.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
 
-    return run_call(
-        comm, call, f"compressed_reduce_scatter{options.of_label}", tensor, codec, async_op
-    )
+    return run_call(comm, call, what, tensor, codec, async_op)
 
 
 def compressed_all_gather(
@@ -250,14 +238,9 @@ def compressed_all_gather(
         check_length(len(tensor) if tensor.dim() else 1, length, rank=rank, size=size)
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
+    what = f"compressed_all_gather{options.of_label}"
     if mistake := mistake_of(check):
-        return refuse(
-            mistake,
-            comm,
-            what=f"compressed_all_gather{options.of_label}",
-            tensor=tensor,
-            async_op=async_op,
-        )
+        return refuse(mistake, comm, what=what, tensor=tensor, async_op=async_op)
     mine = tensor if tensor.dim() else tensor.reshape(1)
     rows = row_starts(len(mine) * size if length is None else length, size)
     segment = segment_of(options)
@@ -279,4 +262,4 @@ def compressed_all_gather(
         )
         return out.view(rows[-1], *mine.shape[1:])
 
-    return run_call(comm, call, f"compressed_all_gather{options.of_label}", tensor, codec, async_op)
+    return run_call(comm, call, what, tensor, codec, async_op)
