@@ -15,6 +15,7 @@ from pyops.quantized.calibration.activation_aware import awq_scale, rounding_err
 from pyops.quantized.calibration.readers import readers_of_norms
 from pyops.quantized.calibration.smoothing import smoothing_scale
 from pyops.quantized.layers import chosen, matrix
+from pyops.tensor_parallel import RMSNorm
 
 pytestmark = pytest.mark.cpu_only
 
@@ -76,6 +77,20 @@ def test_the_model_computes_what_it_did(changes: dict, method: str):
     below = [name for name in moved if "output" in name or "mlp.down" in name]
     assert len(below) == before_layers
     assert not any("head" in name for name in moved)
+
+
+def test_norms_that_add_an_offset_to_their_weight():
+    """As Gemma's: the weight is divided with its offset."""
+    model = gpt(**LLAMA)
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    with torch.no_grad():
+        for norm in norms:
+            norm.offset = 1.0
+            norm.weight.sub_(1.0)
+    before = model(tokens()[0])
+    assert len(norms) == 5
+    assert len(smooth(model, tokens())) == 4
+    torch.testing.assert_close(model(tokens()[0]), before, rtol=1e-12, atol=1e-12)
 
 
 def test_what_smoothing_moves():
