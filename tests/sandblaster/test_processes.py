@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import threading
@@ -110,12 +111,18 @@ def test_threads_find_what_one_process_finds() -> None:
 
 
 def _works(rank: int, group: object, port: int, dies_after: int) -> torch.Tensor:
-    """A worker; the second one is killed when it has computed so many portions."""
+    """A worker; the second one is killed when it has computed so many portions. The first one waits
+    for that after as many as one evaluation has, so that the run does not end before."""
     plain, calls = loss_of(CONFIG.portions), iter(range(1_000_000))
+    told = dist.TCPStore("127.0.0.1", port, is_master=False)
 
     def loss(model: torch.nn.Module, portion: int) -> torch.Tensor:
-        if rank == 1 and next(calls) == dies_after:
+        call = next(calls)
+        if rank == 1 and call == dies_after:
+            told.set("killed", "1")
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and call == CONFIG.portions:
+            told.wait(["killed"], datetime.timedelta(seconds=120))
         return plain(model, portion)
 
     worker = Worker(network(), loss)
