@@ -89,11 +89,14 @@ def test_one_process_generates_what_transformers_does(name):
 )
 def test_every_layout_generates_the_same(name, plan, world):
     expected = generated(0, None, name, ParallelPlan(), SAMPLED)
-    for found in world(2).run(generated, name, PLANS[plan], SAMPLED):
-        if plan == "zero 3":  # two copies, whose rows are drawn apart
-            found, wanted = found[:2], expected[:2]
-        else:
-            wanted = expected
+    results = world(2).run(generated, name, PLANS[plan], SAMPLED)
+    copies = [expected] * 2
+    if plan == "zero 3":  # two copies, whose rows are drawn apart: as those of one batch
+        trainer = trainer_of(name, ParallelPlan())
+        both = trainer.generate(torch.cat([prompt(), prompt()]), max_new_tokens=NEW, **SAMPLED)
+        copies = [[*expected[:2], rows] for rows in both.split(3)]
+        assert not torch.equal(copies[0][2], copies[1][2])
+    for found, wanted in zip(results, copies, strict=True):
         assert all(map(torch.equal, found, wanted))
 
 
