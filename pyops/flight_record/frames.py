@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from types import FrameType
@@ -20,6 +21,15 @@ OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package pyops
 CARRIERS = tuple(OWN + name for name in ("comm", "flight_record", "failure", "mesh"))
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_of(path: str) -> str:
+    """Whose source a file is: "user", "room" of pyops that communicates, or "" for neither. A walk
+    meets the same files again and again, and a lookup takes a tenth of the comparisons."""
+    if path.startswith(OWN):
+        return "" if path.startswith(CARRIERS) else "room"
+    return "" if path.startswith((*LIBRARIES, "<")) else "user"
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's program, or else of the room of pyops that communicates;
     None outside of both.
@@ -29,11 +39,10 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     """
     own = None
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(OWN):
-            if own is None and not name.startswith(CARRIERS):
-                own = frame
-        elif not name.startswith(LIBRARIES) and not name.startswith("<"):
+        whose = _is_of(frame.f_code.co_filename)
+        if whose == "user":
             return frame
+        if whose and own is None:
+            own = frame
         frame = frame.f_back
     return own

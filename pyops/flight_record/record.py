@@ -35,6 +35,8 @@ __all__ = [
 
 ENTRY = struct.Struct("<QQddIiQB24s12s40s115s")
 """index, sequence, begun, ended, group, peer, bytes, state, operation, dtype, label, place"""
+ENDED, ENDED_AT = struct.Struct("<d"), 24
+"""When an entry's call ended, and where that stands in the entry."""
 HEADER_BYTES = 4096
 LIFE = struct.Struct("<Bd")
 """How the process stands (RUNNING, FINISHED, FAILED), and when it was last seen alive."""
@@ -78,7 +80,7 @@ class FlightRecord:
         self._lock = threading.Lock()
         self._groups: dict[Any, int] = {}
         self._sequences: dict[tuple[int, str, int], int] = {}
-        self._places: dict[tuple[CodeType, int], bytes] = {}
+        self._places: dict[tuple[int, int], tuple[CodeType, bytes]] = {}
         self._begun: dict[int, float] = {}
         self._later: deque[tuple[int, Callable[[], bool]]] = deque()
         self._clock = time.time() - time.monotonic()
@@ -183,7 +185,7 @@ class FlightRecord:
             if begun is None or self._index - index >= self._entries:
                 return  # ended before, or its place is that of a later call
         offset = self._offset(index)
-        struct.pack_into("<d", self._map, offset + 24, now + self._clock)
+        ENDED.pack_into(self._map, offset + ENDED_AT, now + self._clock)
         self._map[offset + 48] = FAILED if failed else FINISHED
 
     def finish_later(self, index: int, is_done: Callable[[], bool]) -> None:
@@ -213,13 +215,14 @@ class FlightRecord:
         found = user_frame(frame)
         if found is None:
             return b"?"
-        key = found.f_code, found.f_lineno
-        if (place := self._places.get(key)) is None:
-            path = Path(found.f_code.co_filename)
-            name = "/".join(path.parts[-3:])
-            text = f"{name}:{found.f_lineno} {found.f_code.co_name}"
-            place = self._places[key] = text.encode()[-115:]
-        return place
+        # The hash of code is that of all its names and constants, and a line number is looked for
+        # in a table: neither is needed to know a place again.
+        code, key = found.f_code, (id(found.f_code), found.f_lasti)
+        if (known := self._places.get(key)) is None:
+            path = Path(code.co_filename)
+            text = f"{'/'.join(path.parts[-3:])}:{found.f_lineno} {code.co_name}"
+            known = self._places[key] = code, text.encode()[-115:]
+        return known[1]
 
     def _new_group(self, group: tuple[str, Sequence[int]]) -> int:
         number = self._groups[group[0]] = len(self._groups)
