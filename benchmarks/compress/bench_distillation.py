@@ -348,7 +348,7 @@ def passages_row(sizes: Sizes) -> Row:
         "speedup": {},
         "unit": "%",
         "by_method": {name: round(statistics.mean(each), 2) for name, each in found.items()},
-        "accuracy": found,
+        "accuracy_by_method": found,
         "of_teacher": round(min(of_teacher), 4),
         "points_above_alone": round(min(s - a for s, a in zip(distilled, alone, strict=True)), 2),
         "least": {"of_teacher": AIM, "points_above_alone": 0.01},

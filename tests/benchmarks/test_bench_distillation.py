@@ -27,8 +27,8 @@ def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest
     )  # fmt: skip
     row = bench.passages_row(sizes)
     assert json.loads(json.dumps(row)) == row
-    assert list(row["accuracy"]) == ["teacher", "student alone", "student distilled"]
-    teacher, alone, distilled = (each[0] for each in row["accuracy"].values())
+    assert list(row["accuracy_by_method"]) == ["teacher", "student alone", "student distilled"]
+    teacher, alone, distilled = (each[0] for each in row["accuracy_by_method"].values())
     assert row["of_teacher"] == pytest.approx(distilled / teacher, abs=1e-4)
     assert row["points_above_alone"] == pytest.approx(distilled - alone, abs=0.01)
     assert len(list(verdicts(row))) == 2
@@ -40,7 +40,7 @@ def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest
     metrics = tmp_path / "runs" / "teacher-0" / "metrics.jsonl"
     before = metrics.read_text()
     again = bench.passages_row(sizes)
-    assert again["accuracy"] == row["accuracy"]
+    assert again["accuracy_by_method"] == row["accuracy_by_method"]
     assert metrics.read_text() == before, "a finished run was trained again"
     place = DataConfig("stdlib", max_bytes=sizes.max_bytes, validation_fraction=0.25)
     found = {}

@@ -36,7 +36,7 @@ from pyops.ops import few_rows
 from pyops.tensor_parallel.functional import symmetric
 from pyops.tensor_parallel.functional.ranks import Ranks, pad_rows
 
-__all__ = ["ProductPlan", "column_products", "row_product"]
+__all__ = ["ProductPlan", "autocast_together", "column_products", "row_product"]
 
 REDUCE = ("fp32", "native")
 
@@ -73,7 +73,7 @@ def column_products(
         x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence
             parallelism. The results are [..., out], or [ranks * n, out].
     """
-    x, *both = _cast(x, *weights, *biases)
+    x, *both = autocast_together(x, *weights, *biases)
     weights, biases = both[: len(weights)], both[len(weights) :]
     # Without sequence parallelism nothing is exchanged on the way forward.
     alone = plan.ranks.size == 1 and not any(map(is_marked, weights))
@@ -102,7 +102,7 @@ def row_product(
         more: h [..., r] and B [out, r], of which h B^T is added to this rank's x W^T.
     """
     h, b = more or (None, None)
-    x, weight, bias, h, b = _cast(x, weight, bias, h, b)
+    x, weight, bias, h, b = autocast_together(x, weight, bias, h, b)
     if plan.ranks.size == 1 and not is_marked(weight):
         y = few_rows.linear(x, weight, bias)
         if h is None or b is None:
@@ -111,7 +111,7 @@ def row_product(
     return _Row.apply(plan, x, weight, bias, h, b)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _cast(x: Tensor, *parameters: Tensor | None) -> Any:
+def autocast_together(x: Tensor, *parameters: Tensor | None) -> Any:
     """Under autocast everything in its dtype, as torch's own linear does.
 
     But parameters that carry a mark, which their copy would not: the Functions cast those.

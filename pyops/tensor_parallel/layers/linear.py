@@ -22,7 +22,13 @@ from pyops.flat import Placement
 from pyops.tensor_parallel.functional.dropout import Dropout
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
-from pyops.tensor_parallel.functional.products import ProductPlan, column_products, row_product
+from pyops.tensor_parallel.functional.low_rank_product import low_rank_product
+from pyops.tensor_parallel.functional.products import (
+    ProductPlan,
+    autocast_together,
+    column_products,
+    row_product,
+)
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.regions import gather, scatter
 from pyops.tensor_parallel.layers.layer_config import ColumnConfig, LinearConfig, RowConfig
@@ -218,6 +224,9 @@ class RowParallelLinear(nn.Module):
             missing = place.length * self.plan.ranks.size - self.in_features
             x = scatter(nn.functional.pad(x, (0, missing)), dim=-1, group=self.plan.ranks)
         _check_width(x, self.placements["weight"].local_shape[-1], self)
+        if _is_fused(self):
+            y = _fused_product(x, self)
+            return (y, self.bias) if self.skip_bias else y
         more, adapter = None, self.adapter
         if adapter is not None and adapter.enabled:
             more = (adapter.scale * adapter.down(x), adapter.factor("B", x))
@@ -253,6 +262,8 @@ def column_outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Te
     """
     if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
         return [layer(x) for layer in layers]  # what stands in their place, such as codes
+    if all(map(_is_fused, layers)):
+        return [_fused_product(x, layer) for layer in layers]
     plan, count = layers[0].plan, len(layers)
     adapters = [a if a is not None and a.enabled else None for a in (i.adapter for i in layers)]
     beside = [a for a in adapters if a is not None and not a.drops]
@@ -273,6 +284,30 @@ def column_outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Te
             h = next(hidden)
         ys[i] = adapter.add(ys[i], h)
     return ys
+
+
+def _is_fused(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether one Function computes a layer and its adapter: of one rank, the adapter alone is
+    trained, and sees what the layer does."""
+    adapter = layer.adapter
+    frozen = not any(p.requires_grad for p in (layer.weight, layer.bias) if p is not None)
+    return (
+        adapter is not None
+        and adapter.enabled
+        and not adapter.drops
+        and frozen
+        and layer.plan.ranks.size == 1
+    )
+
+
+def _fused_product(x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+    adapter, weight = layer.adapter, layer.weight.flatten(0, -2)
+    assert adapter is not None
+    bias = None if layer.skip_bias or layer.bias is None else layer.bias.flatten()
+    x, weight, bias, *factors = autocast_together(
+        x, weight, bias, *(adapter.factor(name, x) for name in "AB")
+    )
+    return low_rank_product(x, weight, bias, (factors[0], factors[1]), scale=adapter.scale)
 
 
 def _plan(config: LinearConfig, group: RanksLike, sequence_parallel: bool) -> ProductPlan:
