@@ -6,6 +6,7 @@ Runs within `slow_link.Link.run`, with the trainer of bench slow_link.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,9 @@ WAYS: dict[str, Callable[..., Pair]] = {
     "local SGD, every 8, states averaged": partial(
         _replica, options=LocalSGDConfig(method="local_sgd", every=8, states="average")
     ),
+    "local SGD, every 8, states averaged, learning rate x sqrt 2": partial(
+        _replica, options=LocalSGDConfig(method="local_sgd", every=8, states="average")
+    ),
     "DiLoCo, every 25": _diloco(every=25),
     "DiLoCo, every 50": _diloco(every=50),
     "DiLoCo, every 50, outer momentum 0.7": _diloco(every=50, outer_momentum=0.7),
@@ -68,7 +72,18 @@ WAYS: dict[str, Callable[..., Pair]] = {
     "DiLoCo, every 50, 2 fragments, int8": _diloco(every=50, fragments=2, delay=5, codec="int8"),
 }
 
+# A replica's batch is half of that of both, so that the noise of its gradients, by which Adam
+# divides, is sqrt 2 times as large (Malladi et al., arXiv:2205.10287).
+RATES = {"local SGD, every 8, states averaged, learning rate x sqrt 2": math.sqrt(2) * 2e-3}
+
 
 def losses(*, way: str, batch: int, num_steps: int) -> dict[str, Any]:
     """As `links.slow_link_ranks.losses`, of a way of this bench."""
-    return losses_of(way=way, batch=batch, num_steps=num_steps, warmup=0, make=WAYS[way])
+    return losses_of(
+        way=way,
+        batch=batch,
+        num_steps=num_steps,
+        warmup=0,
+        make=WAYS[way],
+        rate=RATES.get(way),
+    )

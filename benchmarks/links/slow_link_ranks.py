@@ -209,9 +209,11 @@ class Trainer:
         num_steps: int,
         warmup: int,
         make: Callable[..., Pair] | None = None,
+        rate: float | None = None,
     ) -> None:
         overrides = [f"train.num_steps={num_steps}", f"train.batch={batch}"]
-        overrides += [f"optimizer.lr={RATES[way]}"] if way in RATES else []
+        rate = RATES.get(way) if rate is None else rate
+        overrides += [] if rate is None else [f"optimizer.lr={rate}"]
         self.config = load_config(CONFIG, overrides=overrides)
         length, seed = self.config.model.sequence_length, self.config.train.seed
         rows = {
@@ -328,10 +330,11 @@ def losses(
     num_steps: int,
     warmup: int,
     make: Callable[..., Pair] | None = None,
+    rate: float | None = None,
 ) -> dict[str, Any]:
     """A run of `num_steps`: {"seconds": since the start, after each step, "loss": of each, "sent",
-    "validation_loss"}."""
-    trainer = Trainer(way, batch=batch, num_steps=num_steps, warmup=warmup, make=make)
+    "validation_loss"}. `rate` is the learning rate, in place of the way's or the example's."""
+    trainer = Trainer(way, batch=batch, num_steps=num_steps, warmup=warmup, make=make, rate=rate)
     own, seconds = [], []
     with Sample() as sample:
         start = time.perf_counter()
