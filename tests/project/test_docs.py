@@ -6,9 +6,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.grids import full
+from tests.project import documents
 from tests.project.documents import (
     ROOT,
     TABLES,
@@ -45,9 +48,21 @@ def later() -> list[Program]:
     ]
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in pages() if page.name not in TABLES], ids=lambda page: page.name
-)
+# Each trains a folder or a model of transformers for many steps, as the last program of
+# quickstart.md does: `-m full` runs them.
+LATER_PAGES = {"finetune.md", "parallel.md"}
+
+
+def first_programs() -> list[Any]:
+    """The pages, of which the suite leaves LATER_PAGES to `-m full`."""
+    return [
+        full(page, id=page.name) if page.name in LATER_PAGES else pytest.param(page, id=page.name)
+        for page in pages()
+        if page.name not in TABLES
+    ]
+
+
+@pytest.mark.parametrize("page", first_programs())
 def test_the_first_program_of_a_page_runs_as_printed(page, ranks, tmp_path):
     runs_as_printed(program_of(page.name, page.read_text()), ranks, tmp_path)
 
@@ -130,6 +145,16 @@ def test_all_python_of_the_readme_is_whole_programs():
     assert [language for _, language, _ in blocks(readme)].count("python") == 1, (
         "those that no test runs belong into docs/"
     )
+
+
+def test_a_program_that_is_late_does_not_answer_for_the_next(ranks, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "TIMEOUT", 0.01)
+        slow = Program("page", "import time\nprint(1)\ntime.sleep(3)\n", 0, "")
+        ((_, error),) = ranks.run(slow, tmp_path)
+    assert error is not None
+    assert "did not end" in error
+    assert ranks.run(Program("page", "print(2)\n", 0, ""), tmp_path) == [("2\n", None)]
 
 
 def test_what_is_no_program_is_told(ranks, tmp_path):
