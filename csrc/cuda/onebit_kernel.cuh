@@ -12,6 +12,13 @@ namespace pyops::cuda {
 
 constexpr int HELD_LINES = 16;     // 2048 elements: 64 registers a thread
 constexpr int ONEBIT_CTAS = 1024;  // of onebit_norm, on every device
+// All of them at a time on the 132 multiprocessors of an H100 or H200: what is left for later keeps
+// too few bytes on their way. sm_80 would spill, and the 108 of an A100 have no room for all.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int ONEBIT_RESIDENT = 6;
+#else
+constexpr int ONEBIT_RESIDENT = 8;
+#endif
 
 struct SignBits {
     static constexpr int BYTES = 1;  // of a word
@@ -265,10 +272,11 @@ struct OneBitWorkspace {
 // out = {sum |u|, sum u^2, non-finite}, in an order that is the same on every device and in every
 // run.
 template <typename Source>
-__global__ __launch_bounds__(CODEC_THREADS) void onebit_norm_kernel(
+__global__ __launch_bounds__(CODEC_THREADS, ONEBIT_RESIDENT) void onebit_norm_kernel(
     const __grid_constant__ Codec codec, const __grid_constant__ Source source,
     OneBitWorkspace* workspace, double* out) {
     double sum[3] = {0.0, 0.0, 0.0};
+    int non_finite = 0;
     for_blocks(codec.n, codec.block, 0, [&](int64_t b, int64_t begin, int64_t end) {
         for (int64_t i = begin + 4 * (threadIdx.x % WARP); i < end; i += LINE) {
             float u[4];
@@ -277,10 +285,11 @@ __global__ __launch_bounds__(CODEC_THREADS) void onebit_norm_kernel(
             for (int k = 0; k < 4; ++k) {
                 sum[0] += onebit_term(u[k], L1);
                 sum[1] += onebit_term(u[k], RMS);
-                sum[2] += (bits_of(u[k]) & 0x7F800000u) == 0x7F800000u ? 1.0 : 0.0;
+                non_finite += (bits_of(u[k]) & 0x7F800000u) == 0x7F800000u;
             }
         }
     });
+    sum[2] = non_finite;
 #pragma unroll
     for (int k = 0; k < 3; ++k) {
         const double here = block_sum<CODEC_THREADS>(sum[k]);

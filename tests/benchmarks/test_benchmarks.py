@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -218,3 +219,12 @@ def test_a_bench_with_a_wrong_case_ends_with_another_status(monkeypatch, capsys)
     monkeypatch.setattr(bench_optim, "run", run)
     assert entry.main(["optim", "--no-save", "--device", "cpu"]) == 1
     assert "optim: 1 cases failed, 1 did not: AssertionError: differs" in capsys.readouterr().out
+
+
+def test_the_script_leaves_the_clocks_alone():
+    """ncu locks them unless it is told not to, and they are the machine's."""
+    script = (report.ROOT / "benchmarks" / "gpu.sh").read_text()
+    calls = re.findall(r"^ *ncu (?!--version).*", script, re.MULTILINE)
+    assert calls
+    assert all("--clock-control none" in call for call in calls), calls
+    assert not re.search(r"nvidia-smi.*(-lgc|-lmc|-ac|-pl|-pm|--lock|--power-limit)", script)

@@ -114,7 +114,7 @@ BOUNDS = {
     "codes: sums of codes bf16: scale": (40, 10.5),
     "codes: sums of codes fp32: scale": (48, 9.5),
     "codes: one row by int8 bf16: product": (72, 7),
-    "codes: one row by int4 bf16: product": (128, 17),  # under 3.6; 12 under 3.9
+    "codes: one row by int4 bf16: product": (168, 15),  # under 3.6; 126 and 12 under 3.9
     "fake_quantize: rounded bf16: rounded": (64, 44),
     "fake_quantize: rounded back bf16: rounded": (176, 52),  # under 3.6; 95 under 3.9
     "fake_quantize: rounded fp32: rounded": (72, 43),
@@ -199,7 +199,9 @@ EXPLAINED = {
         {"issue"}, "3.9 makes twice the instructions of it; under both it waits for memory"
     ),
     "codes: one row by int4 bf16: product": Reason(
-        {"issue", "percent"}, "not mended: 3.6 takes a third more instructions, and is slower"
+        {"issue", "percent", "warps", "ahead"},
+        "3.6 brings x to its codes by shared memory after it has been widened, 3.9 before: a fifth "
+        "more instructions, and slower; at most 128 registers spill 32 bytes",
     ),
     "fake_quantize: rounded back bf16: rounded": Reason(
         {"warps"},

@@ -131,10 +131,14 @@ def _product(
         if ZEROS:
             zero = tl.load(zeros + place, mask=here, other=0).to(tl.float32)
         if KIND == "pairs":
-            HALF_BITS: tl.constexpr = HALF.primitive_bitwidth
-            WORD: tl.constexpr = tl.int32 if HALF_BITS == 32 else tl.int16
-            first = given.to(WORD).to(HALF, bitcast=True).to(tl.float32)
-            second = (given >> HALF_BITS).to(WORD).to(HALF, bitcast=True).to(tl.float32)
+            if HALF.is_bf16():  # the upper half of an fp32 number
+                first = (given << 16).to(tl.float32, bitcast=True)
+                second = (given & -65536).to(tl.float32, bitcast=True)
+            else:
+                HALF_BITS: tl.constexpr = HALF.primitive_bitwidth
+                WORD: tl.constexpr = tl.int32 if HALF_BITS == 32 else tl.int16
+                first = given.to(WORD).to(HALF, bitcast=True).to(tl.float32)
+                second = (given >> HALF_BITS).to(WORD).to(HALF, bitcast=True).to(tl.float32)
             part = first[None, :, :] * (_nibble(code, 0, ZEROS) - zero[:, :, None])
             part += second[None, :, :] * (_nibble(code, 4, ZEROS) - zero[:, :, None])
         else:
