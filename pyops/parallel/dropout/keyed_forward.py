@@ -1,6 +1,5 @@
 """KeyedForward: a module's forward within which the dropout of torch's functions draws from a
-KeyedStream.
-"""
+KeyedStream."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """KeyedDropout and KeyedDropPath: the layers that take the place of a model's dropout layers, and
-draw from a KeyedStream.
-"""
+draw from a KeyedStream."""
 
 from __future__ import annotations
 
