@@ -46,8 +46,8 @@ from pyops.tensor_parallel import (
     linear_kl_divergence,
 )
 from pyops.train import train
-from pyops.train.tasks import task
 from pyops.train.report.metrics import read_rows
+from pyops.train.tasks import passage_tasks
 
 __all__ = [
     "Sizes",
@@ -313,7 +313,7 @@ def scored_on_what_is_left_out(sizes: Sizes, each: int = 200) -> Iterator[None]:
         rest = replace(found.train, places=torch.tensor(left, device="cpu")).fewer(each)
         return replace(found, held_out=rest)
 
-    with mock.patch.object(task, "prepare_passages", prepare):
+    with mock.patch.object(passage_tasks, "prepare_passages", prepare):
         yield
 
 

@@ -1,19 +1,4 @@
-"""Tasks: what there is to learn, as samples with numbers, whatever the layout that learns it.
-
-task = make_task(config)                                      of [task], [data], and its model's
-                                                              section
-inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; PADDING: a row
-                                                              that counts nothing
-pipeline.step(inputs, target, shape=...,                      with loss=task.loss, reduction="sum"
-              scale=1 / (rows * task.terms), **named)
-task.loss(output, target)                                     nats, summed: times 1 / (rows * terms)
-                                                              it is the mean
-task.score(pipeline(inputs, **named), target)                 right ones, or nats
-
-pretraining    characters     masked_text
-                   |               |          all but the head's weights: FirstValues
-task             digits         passages      text
-"""
+"""Task: samples with numbers to learn from, the model that learns them, its loss and its score."""
 
 from __future__ import annotations
 
@@ -22,46 +7,17 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.config import Config, ConfigError
 from pyops.context_parallel import ContextRanks
-from pyops.data import (
-    Corpus,
-    DataConfig,
-    Images,
-    load_characters,
-    load_digits,
-    prepare,
-    prepare_passages,
-)
-from pyops.data.images import copies, enlarged
-from pyops.data.passages import FAMILIES, mask_rows
 from pyops.distill import ClassTeacher
 from pyops.elastic import PADDING
-from pyops.mesh import ALONE
-from pyops.models import (
-    BERT,
-    GPT,
-    BERTClassifier,
-    BERTConfig,
-    CoAtNet,
-    CoAtNetConfig,
-    GPTConfig,
-    ViT,
-    ViTConfig,
-)
 from pyops.models.vocabulary_head import IGNORED
-from pyops.precision import PRECISIONS
-from pyops.tensor_parallel import RanksLike
-from pyops.tensor_parallel.grids import Grid
 
-__all__ = ["Batch", "Task", "make_task"]
+__all__ = ["Batch", "NatsTask", "Task"]
 
 Batch = tuple[Tensor, Tensor, dict[str, Any]]
-IMAGES = {"digits": load_digits, "characters": load_characters}
 
 
 class Task(ABC):
@@ -203,7 +159,7 @@ class Task(ABC):
         return 0
 
 
-class _Nats(Task):
+class NatsTask(Task):
     """A task whose head gives the loss itself: summed, or of held-out rows one number for each
     target."""
 
@@ -217,255 +173,3 @@ class _Nats(Task):
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         return output.double().sum()
-
-
-class ImagesTask(Task):
-    """What is on the image: count copies of each are trained on, and the held-out ones are scored
-    as they are."""
-
-    def __init__(
-        self,
-        name: str,
-        config: ViTConfig | CoAtNetConfig,
-        parts: tuple[Images, Images],
-        *,
-        count: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.name, self._config, self._dtype = name, config, dtype
-        train, kept = parts
-        self._labels = (train.labels, kept.labels)
-        self._images = (copies(train.images, count), kept.images[:, None])
-        self.samples, self.held_out = (each.shape[:2].numel() for each in self._images)
-        self.block_count, self.tokens = config.num_layers, config.num_tokens
-        self._side = config.image_size
-        if isinstance(config, CoAtNetConfig):
-            self.first_layer, self.told_shape = "stem", False
-
-    def model(
-        self,
-        *,
-        seed: int | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        context: ContextRanks | None = None,
-        group: RanksLike | Grid = ALONE,
-    ) -> nn.Module:
-        """See `Task.model`.
-
-        Args:
-            seed, device, dtype, context: As there.
-            group: The ranks that share the layers of a ViT, or a grid of them.
-        """
-        if isinstance(self._config, ViTConfig):
-            where: dict[str, Any] = {"device": device, "dtype": dtype}
-            return ViT(self._config, group=group, context=context, seed=seed, **where)
-        return CoAtNet(self._config, seed=seed, device=device, dtype=dtype)
-
-    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        images = self._images[held_out]
-        image, copy = rows // images.shape[1], rows % images.shape[1]
-        found = enlarged(images[image, copy], self._side)
-        return found.to(self._dtype), self._labels[held_out][image]
-
-
-class PassagesTask(Task):
-    """Which family of modules of the standard library the passage is from: copies of each are
-    trained on, as of images."""
-
-    name = "passages"
-
-    def __init__(
-        self,
-        config: BERTConfig,
-        data: DataConfig,
-        *,
-        each: int,
-        count: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._config = config
-        passages = prepare_passages(
-            data, vocab_size=config.vocab_size, length=config.sequence_length, group=group
-        )
-        self.digest = passages.digest
-        self._parts = (passages.train.fewer(each).copied(count), passages.held_out)
-        self._labels = tuple(part.labels for part in self._parts)
-        self.samples, self.held_out = (len(part) for part in self._parts)
-        self.block_count, self.tokens = config.num_layers, config.sequence_length
-
-    def model(
-        self,
-        *,
-        seed: int | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        context: ContextRanks | None = None,
-    ) -> nn.Module:
-        return BERTClassifier(
-            self._config,
-            num_labels=len(FAMILIES),
-            context=context,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
-
-    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        return self._parts[held_out].cut(rows), self._labels[held_out][rows]
-
-
-class MaskedTask(_Nats):
-    """Masked tokens of the standard library; at the first place, instead of BERT's next sentence,
-    which file the row is from.
-
-    As in BERT the loss is the mean of each of the two, added: a row's file counts as much as all
-    its masked tokens. Of what is held out, masked tokens alone are scored, always the same ones.
-    """
-
-    name = "masked_text"
-
-    def __init__(
-        self,
-        config: BERTConfig,
-        data: DataConfig,
-        *,
-        count: int,
-        seed: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._config, self._seed = config, seed
-        self._passages = prepare_passages(
-            data, vocab_size=config.vocab_size, length=config.sequence_length, group=group
-        )
-        self.digest = self._passages.digest
-        self._parts = (self._passages.text.copied(count), self._passages.held_out)
-        self._files = self._parts[False].files
-        self.samples, self.held_out = (len(part) for part in self._parts)
-        self.block_count, self.tokens = config.num_layers, config.sequence_length
-        row, first = torch.zeros(1, self.tokens, device="cpu"), torch.zeros(1, device="cpu")
-        self.terms = self.held_out_terms = int(
-            mask_rows(row, passages=self._passages, samples=first, seed=0, epoch=0)[1].sum()
-        )
-
-    def model(
-        self,
-        *,
-        seed: int | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        context: ContextRanks | None = None,
-    ) -> nn.Module:
-        return BERT(self._config, context=context, seed=seed, device=device, dtype=dtype)
-
-    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        tokens = self._parts[held_out].cut(rows)
-        seed, epoch = (0, -1) if held_out else (self._seed, epoch)
-        given, masked = mask_rows(
-            tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch
-        )
-        target = torch.where(masked, tokens, IGNORED)
-        if not held_out:
-            target[:, 0] = self._files[rows]
-        return given, target
-
-    def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
-        return {
-            "targets_BT": target,
-            "reduction": "none",
-        }  # a sum could not tell the file from the tokens
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        if self._has_first:  # of a row, and of this rank's tokens, side by side
-            return output[:, 0].sum() * self.terms + output[:, 1:].sum()
-        return output.sum()
-
-    def augmentation(self, epoch: int) -> int:
-        return epoch + 1
-
-
-class TextTask(_Nats):
-    """The next token, in every sequence of T of a corpus: sample i is tokens [i T, i T + T]."""
-
-    name = "text"
-
-    def __init__(
-        self, config: GPTConfig, corpus: Corpus, *, most_held_out: int, order: str = "zigzag"
-    ) -> None:
-        self._config, self._order, length = config, order, config.sequence_length
-        self._texts, self.digest = (corpus.train, corpus.validation), corpus.digest
-        self.samples, available = ((len(text) - 1) // length for text in self._texts)
-        self.held_out = min(most_held_out, available)
-        self._places = torch.tensor(
-            [i * available // self.held_out for i in range(self.held_out)], device="cpu"
-        )
-        self.block_count, self.tokens = config.num_layers, length
-        self.terms = self.held_out_terms = length
-
-    def model(
-        self,
-        *,
-        seed: int | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        context: ContextRanks | None = None,
-    ) -> nn.Module:
-        return GPT(
-            self._config,
-            context=context,
-            order=self._order,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
-
-    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        text, length = self._texts[held_out], self.tokens
-        places = (self._places[rows] if held_out else rows).tolist()
-        found = [
-            torch.from_numpy(text[n * length : (n + 1) * length + 1].astype("int64"))
-            for n in places
-        ]
-        whole_BT = (
-            torch.stack(found)
-            if found
-            else torch.zeros(0, length + 1, dtype=torch.int64, device="cpu")
-        )
-        return whole_BT[:, :-1], whole_BT[:, 1:]
-
-
-def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task:
-    """The task of `config.task`. Rank 0 of the group (None: the default one) builds what is cached,
-    so all ranks call it.
-
-    Raises:
-        ConfigError: For a model that can't be cut into layers, CorpusError for data that is not
-            there.
-    """
-    options, data = config.task, config.data
-    if options.kind in IMAGES:
-        load, dtype = IMAGES[options.kind], PRECISIONS[config.precision.dtype].dtype
-        parts = load(held_out=data.validation_fraction)
-        model = getattr(config, options.section)
-        return ImagesTask(options.kind, model, parts, count=options.num_copies, dtype=dtype)
-    if options.kind == "passages":
-        return PassagesTask(
-            config.bert, data, each=options.num_passages, count=options.num_copies, group=group
-        )
-    if options.kind == "masked_text":
-        return MaskedTask(
-            config.bert, data, count=options.num_copies, seed=config.train.seed, group=group
-        )
-    if config.model.tied_head:
-        raise ConfigError(
-            "model.tied_head is true: the head's table would be frozen with the "
-            "embedding; set model.tied_head to false"
-        )
-    length = config.model.sequence_length
-    corpus = prepare(data, vocab_size=config.model.vocab_size, sequence_length=length, group=group)
-    return TextTask(
-        config.model,
-        corpus,
-        most_held_out=config.train.num_validation_sequences,
-        order=config.parallel.cp_order,
-    )
