@@ -45,8 +45,9 @@ from pyops.tensor_parallel import (
     linear_cross_entropy,
     linear_kl_divergence,
 )
-from pyops.train import tasks, train
+from pyops.train import train
 from pyops.train.report.metrics import read_rows
+from pyops.train.tasks import passage_tasks
 
 __all__ = [
     "Sizes",
@@ -312,7 +313,7 @@ def scored_on_what_is_left_out(sizes: Sizes, each: int = 200) -> Iterator[None]:
         rest = replace(found.train, places=torch.tensor(left, device="cpu")).fewer(each)
         return replace(found, held_out=rest)
 
-    with mock.patch.object(tasks, "prepare_passages", prepare):
+    with mock.patch.object(passage_tasks, "prepare_passages", prepare):
         yield
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pyops.pipeline import balance
-from pyops.tensor_parallel.layers.attention import check_heads
+from pyops.tensor_parallel.layers.head_groups import check_heads
 
 __all__ = ["Choice", "Grid", "Limits", "choose", "grids"]
 

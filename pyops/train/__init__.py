@@ -11,7 +11,7 @@
 | text_training.py | a GPT on text; reads the way the data goes |
 | pretrained | a Hugging Face folder, on text or instructions |
 | sample_training.py | a task over numbered samples, in a layout that follows what is frozen |
-| tasks.py, initial_weights.py | the tasks; the weights that one starts from |
+| tasks, initial_weights.py | the tasks; the weights that one starts from |
 | lr_range.py | the first steps with a rising learning rate |
 | setup | the configuration as objects: layout, model, data parallelism or plan, optimizer, state |
 | host | the ranks that torchrun started, the machine's memory, the run's folder |

@@ -24,7 +24,7 @@ from pyops.comm.broadcast import broadcast
 from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.mesh import ProcessGroupLike, resolve
-from pyops.zero.hooks.unshard_hooks import ShardedUnit
+from pyops.zero.hooks.sharded_unit import ShardedUnit
 from pyops.zero.layout.materialize import (
     Initialize,
     adopt,

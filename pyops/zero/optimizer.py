@@ -35,7 +35,8 @@ from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
 from pyops.zero.hooks.parameter_ownership import ParameterOwnership
 from pyops.zero.hooks.published_gradients import PublishedGradients, gradients_set_by_hand
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.hooks.unshard_hooks import ShardedUnit, UnshardHooks
+from pyops.zero.hooks.sharded_unit import ShardedUnit
+from pyops.zero.hooks.unshard_hooks import UnshardHooks
 from pyops.zero.layout.materialize import device_for
 from pyops.zero.layout.quantized_comm import QuantizedComm
 from pyops.zero.optimizer_factory import MakesOptimizer

@@ -47,7 +47,7 @@ def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest
     contexts = {"test": nullcontext(), "left out": bench.scored_on_what_is_left_out(sizes)}
     for name, context in contexts.items():
         with context:
-            found[name] = bench.tasks.prepare_passages(place, vocab_size=258, length=64)
+            found[name] = bench.passage_tasks.prepare_passages(place, vocab_size=258, length=64)
     train, left = found["test"].train, found["left out"].held_out
     assert len(left) >= 8
     assert left.stream.equal(train.stream), "of the training part, not of the ends that are tested"

@@ -18,7 +18,8 @@ from pyops.flat import Placement
 from pyops.mesh import ALONE
 from pyops.models import GPT, GPTConfig
 from pyops.parallel.dropout.keyed_dropout import KeyedDropout, key_dropout, set_keyed_dropout
-from pyops.parallel.dropout.keyed_stream import KeyedFunctions, KeyedStream
+from pyops.parallel.dropout.keyed_forward import KeyedFunctions
+from pyops.parallel.dropout.keyed_stream import KeyedStream
 from pyops.random import dropout_mask, states_of, with_states
 from pyops.tensor_parallel import parallelize, set_dropout, sync_partial_grads
 from tests.grids import full

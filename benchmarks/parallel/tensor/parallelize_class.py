@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.parallel.tensor.guessed_plans import guessed
 from pyops.tensor_parallel import parallelize, sync_partial_grads
 from pyops.tensor_parallel.convert.check.example_inputs import examples
-from pyops.tensor_parallel.convert.check.plan_trial import placed
+from pyops.tensor_parallel.convert.check.trial_run import placed
 from pyops.tensor_parallel.convert.module_swap import laid_out
 from pyops.tensor_parallel.convert.plans import plan_of
 

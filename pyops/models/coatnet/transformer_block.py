@@ -30,7 +30,7 @@ from pyops.tensor_parallel import (
     RowParallelLinear,
 )
 from pyops.tensor_parallel.functional.scores import Core
-from pyops.tensor_parallel.layers.attention import check_heads
+from pyops.tensor_parallel.layers.head_groups import check_heads
 
 __all__ = ["RelativeAttention", "TransformerBlock"]
 

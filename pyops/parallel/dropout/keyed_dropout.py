@@ -30,13 +30,9 @@ from torch import Tensor, nn
 from pyops.flat import Placement
 from pyops.mesh import ALONE
 from pyops.models.context import TokenContext
-from pyops.parallel.dropout.keyed_stream import (
-    ColumnsOpen,
-    KeyedDropout,
-    KeyedDropPath,
-    KeyedForward,
-    KeyedStream,
-)
+from pyops.parallel.dropout.keyed_forward import KeyedForward
+from pyops.parallel.dropout.keyed_layers import KeyedDropout, KeyedDropPath
+from pyops.parallel.dropout.keyed_stream import ColumnsOpen, KeyedStream
 from pyops.parallel.dropout.unkeyed_layers import check_keyed, largest_probability
 from pyops.random import key_of
 from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RanksLike, RowParallelLinear

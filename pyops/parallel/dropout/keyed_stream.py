@@ -18,29 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
 from pyops.models.context import TokenContext
 from pyops.ops.attention import AttentionDropout
 from pyops.ops.layers.dropout import dropout, dropout_state
-from pyops.parallel.dropout.keyed_attention import AttentionCall, keyed_attention
 from pyops.tensor_parallel.convert.region_hooks import Tokens
-from pyops.torch_private import disable_dynamo, with_functions
+from pyops.torch_private import disable_dynamo
 
-__all__ = [
-    "ColumnsOpen",
-    "KeyedDropPath",
-    "KeyedDropout",
-    "KeyedForward",
-    "KeyedFunctions",
-    "KeyedStream",
-]
+__all__ = ["ColumnsOpen", "KeyedStream"]
 
 
 class ColumnsOpen:
@@ -332,132 +322,3 @@ def _per_row(length: int, whole: int, num_rows: int | None) -> int:
         if length % num_rows == 0:  # tokens
             return whole // num_rows
     return whole // max(length, 1)
-
-
-class KeyedDropout(KeyedStream):
-    """forward(x) -> dropout(x), in the place of a torch.nn.Dropout.
-
-    Args:
-        p: Probability with which an element is dropped.
-        rows, columns_open, tokens, context: See `KeyedStream`.
-    """
-
-    def __init__(
-        self,
-        p: float,
-        *,
-        rows: Placement | None = None,
-        columns_open: ColumnsOpen | None = None,
-        tokens: Tokens | None = None,
-        context: TokenContext | None = None,
-    ) -> None:
-        super().__init__(rows, columns_open, tokens, context)
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        """dropout(x) in train mode; x itself in eval mode.
-
-        Args:
-            x: [rows, ...].
-        """
-        return self.drop(x, self.p) if self.training and self.p > 0.0 else x
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
-
-
-class KeyedDropPath(KeyedDropout):
-    """forward(x) -> x, of which whole rows of the batch fall, in the place of a DropPath (Huang et
-    al., Stochastic Depth, arXiv:1603.09382).
-
-    Args:
-        p: Probability with which a row is dropped.
-        rows, columns_open, tokens, context: See `KeyedStream`.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The rows that are kept times 1 / (1 - p), and zeros, in train mode; x itself in eval
-        mode.
-
-        Args:
-            x: [rows, ...], or rows of tokens [n, D] under sequence parallelism.
-        """
-        if not self.training or not self.p > 0.0:
-            return x
-        if self.tokens is None or x.dim() > 2:
-            ones = x.new_ones(x.shape[0], *[1] * (x.dim() - 1))
-            return x * self.drop(ones, self.p, of_rows=True)
-        rows, length = self.tokens.shape[0], math.prod(self.tokens.shape[1:])
-        kept = self.drop(x.new_ones(rows, 1, 1), self.p, of_rows=True).view(rows)
-        token = self.tokens.first_of(len(x)) + torch.arange(len(x), device=x.device)
-        return x * kept[(token // length).clamp(max=rows - 1)][:, None]
-
-
-class DropoutCall(NamedTuple):
-    """The arguments of torch.nn.functional.dropout, in their order."""
-
-    input: Tensor
-    p: float = 0.5
-    training: bool = True
-    inplace: bool = False
-
-
-class KeyedFunctions(TorchFunctionMode):
-    """Within, torch.nn.functional.dropout and the dropout of scaled_dot_product_attention draw from
-    a stream, also where multi_head_attention_forward calls them. All other calls, and these two
-    with a probability of 0, are torch's own.
-
-    Args:
-        stream: Where they draw from.
-    """
-
-    def __init__(self, stream: KeyedStream) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:  # which calls the two within
-            func = with_functions(
-                func, dropout=self._dropout, scaled_dot_product_attention=self._attention
-            )
-        return func(*args, **kwargs)
-
-    def _dropout(self, *args: Any, **kwargs: Any) -> Tensor:
-        call = DropoutCall(*args, **kwargs)
-        if call.training and call.p > 0.0:
-            return self.stream.drop(call.input, call.p)
-        return functional.dropout(*args, **kwargs)
-
-    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        call = AttentionCall(*args, **kwargs)
-        if call.dropout_p > 0.0:
-            return keyed_attention(call, self.stream.of_weights)
-        return functional.scaled_dot_product_attention(*args, **kwargs)
-
-
-class KeyedForward:
-    """Stands in for a module's forward: in train mode it runs within `KeyedFunctions`.
-
-    Args:
-        module: Whose forward it is.
-        stream: Where it draws from.
-    """
-
-    def __init__(self, module: nn.Module, stream: KeyedStream) -> None:
-        # As of a method: recomputation finds the module, and inspect.signature the arguments.
-        self.__self__ = module
-        self.__wrapped__ = module.forward
-        self.stream = stream
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.__self__.training:
-            return self.__wrapped__(*args, **kwargs)
-        with KeyedFunctions(self.stream):
-            return self.__wrapped__(*args, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from pyops.tensor_parallel.functional.ranks import Ranks
-from pyops.tensor_parallel.layers.attention import check_heads
+from pyops.tensor_parallel.layers.head_groups import check_heads
 
 __all__ = ["HeadCounts", "heads_of", "set_heads"]
 

@@ -16,7 +16,7 @@ units in the same order.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,49 +25,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.collectives.communicator import Communicator
-from pyops.comm.collectives.work import Work
-from pyops.torch_private import after_backward, disable_dynamo, in_backward, storage_address
+from pyops.torch_private import after_backward, disable_dynamo, in_backward
 from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.parameter_guard import ParameterGuard
+from pyops.zero.hooks.sharded_unit import ShardedUnit
+from pyops.zero.hooks.unit_trace import UnitTrace
 from pyops.zero.layout.quantized_comm import QuantizedComm
 from pyops.zero.layout.sharded import ShardedParameters
 
-__all__ = ["ShardedUnit", "UnshardHooks"]
-
-LONGEST = 10_000  # turns of units that are remembered
-
-
-class ShardedUnit:
-    """One unit while the program runs.
-
-    Args:
-        flats: Its parameters. whole: gathered, or on its way, while there are works. there:
-            gathered, and in sight. open: the module whose forward is running. calls: forwards whose
-            backward is still to come. wide: its parameters are used outside of its forward, so they
-            stay until the end of backward, as the root's do.
-    """
-
-    def __init__(
-        self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]
-    ) -> None:
-        self.name, self.module, self.is_root, self.flats = name, module, is_root, list(flats)
-        self.works: list[Work] = []
-        self.whole = self.there = self.wide = False
-        self.open: nn.Module | None = None
-        self.calls = 0
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Those that have no memory but while they are used."""
-        for flat in self.flats:
-            if flat.is_spread:
-                yield from flat.parameters
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a view of the gathered memory."""
-        if tensor.layout != torch.strided or tensor.is_meta:
-            return False
-        storage = storage_address(tensor)
-        return any(storage_address(flat.data) == storage for flat in self.flats)
+__all__ = ["UnshardHooks"]
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -87,38 +53,6 @@ class _AfterBackward(torch.autograd.Function):
 
 def _in_backward() -> bool:
     return in_backward()
-
-
-class UnitTrace:
-    """The order of units in a phase, remembered from the last time."""
-
-    def __init__(self) -> None:
-        self._known: list[ShardedUnit] = []
-        self._now: list[ShardedUnit] = []
-        self._at = 0
-
-    def begin(self) -> None:
-        if self._now:
-            self._known = self._now
-        self._now, self._at = [], 0
-
-    def first(self) -> ShardedUnit | None:
-        return self._known[0] if self._known else None
-
-    def soon(self) -> list[ShardedUnit]:
-        """The two that are expected next."""
-        return self._known[self._at : self._at + 2]
-
-    def after(self, unit: ShardedUnit) -> ShardedUnit | None:
-        """Note that it is the unit's turn; the one that is expected next."""
-        if len(self._now) >= LONGEST:
-            self.begin()  # forwards of parts only, which no step ever ends
-        self._now.append(unit)
-        for at in range(self._at, len(self._known)):
-            if self._known[at] is unit:
-                self._at = at + 1
-                return self._known[at + 1] if at + 1 < len(self._known) else None
-        return None
 
 
 class UnshardHooks:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.hooks.unshard_hooks import ShardedUnit
+from pyops.zero.hooks.sharded_unit import ShardedUnit
 from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 
 __all__ = ["kept_bytes"]

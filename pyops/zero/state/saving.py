@@ -23,7 +23,7 @@ from pyops.comm.buckets.reduce_axes import OwnRanks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
 from pyops.protocols import ParamGroup
-from pyops.zero.hooks.unshard_hooks import ShardedUnit
+from pyops.zero.hooks.sharded_unit import ShardedUnit
 from pyops.zero.layout.parameter_file import FileSlice, in_turn
 from pyops.zero.layout.shard_range import ShardRange
 from pyops.zero.update.sharded_optimizer_state import (

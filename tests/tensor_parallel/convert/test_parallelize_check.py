@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.parallel.tensor.tiny_models import tiny
 from pyops.tensor_parallel import parallelize, whole_state_dict
-from pyops.tensor_parallel.convert.check import plan_trial, trial_copy
+from pyops.tensor_parallel.convert.check import trial_copy, trial_run
 from pyops.tensor_parallel.convert.check.plan_trial import try_plan
 from pyops.tensor_parallel.convert.plans import plan_of
 from pyops.tensor_parallel.convert.replace_layers import replace_layers
@@ -434,7 +434,7 @@ def test_the_trial_takes_two_copies_of_what_it_tries(monkeypatch):
     width = 512
     model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
     copy_bytes = 8 * sum(p.numel() for p in model.parameters())
-    seen, narrow = [], plan_trial._narrow
+    seen, narrow = [], trial_run._narrow
 
     def noting(*args: Any) -> Any:
         hook = narrow(*args)
@@ -452,7 +452,7 @@ def test_the_trial_takes_two_copies_of_what_it_tries(monkeypatch):
         )
         replace_layers(part, replaced)
 
-    monkeypatch.setattr(plan_trial, "_narrow", noting)
+    monkeypatch.setattr(trial_run, "_narrow", noting)
     before = allocated()
     try_plan(model, cut, 2, blocks=[], given=torch.randn(2, width))
     assert len(seen) >= 3 * 4

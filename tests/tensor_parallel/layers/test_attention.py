@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pyops.comm import Communicator
 from pyops.tensor_parallel import ParallelAttention, RelativeBias, rotary_tables, set_dropout
-from pyops.tensor_parallel.layers.attention import check_heads
+from pyops.tensor_parallel.layers.head_groups import check_heads
 from tests.tensor_parallel.shared_layers import Case, configured, errors_on_rank, randomise
 
 pytestmark = pytest.mark.on_device

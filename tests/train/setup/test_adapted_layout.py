@@ -47,7 +47,7 @@ def config(
 
 
 def check_tp(model: GPTConfig, tp: int) -> None:
-    from pyops.tensor_parallel.layers.attention import check_heads
+    from pyops.tensor_parallel.layers.head_groups import check_heads
 
     check_heads(model.num_heads, model.kv_heads, tp)
 
