@@ -14,11 +14,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # pip makes byte code of one file after another; BYTE_CODE makes that of what pip installed on every core, but for the tests of other
-# packages and most of transformers' models, nearly half of all, of which Python makes what is imported.
+# packages, most of transformers' models and packages that are imported in small part, more than half of all: of these Python makes
+# what is imported.
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
-BYTE_CODE = $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/(pip|networkx|torch/testing|torch/onnx)/' $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') >/dev/null 2>&1 || true
+IN_PART := pip|setuptools|networkx|sklearn|fontTools|pygments|pydantic|werkzeug|grpc|torchgen|torch/(testing|onnx)|scipy/signal|sympy/(physics|stats|combinatorics|parsing|tensor)
+BYTE_CODE = $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/($(IN_PART))/' $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') >/dev/null 2>&1 || true
 # Hundreds of processes of the tests import the same modules: their byte code is kept, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
+# Prints the lines of pyproject.toml that name packages, of the dependencies and of extras; pip has tomli for Pythons without tomllib.
+REQUIREMENTS := import sys; from pip._vendor import tomli; p = tomli.load(open("pyproject.toml", "rb"))["project"]; \
+	p = {"dependencies": p["dependencies"], **p["optional-dependencies"]}; print(*(r for name in sys.argv[1:] for r in p[name]), sep="\n")
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
@@ -82,8 +87,12 @@ $(VENV)/.packages: pyproject.toml Makefile
 	$(PIP) "setuptools>=77" wheel "pybind11>=2.13" "cmake>=3.24" ninja
 	touch $@
 
+# The compiler takes every core, and pip one of them for as long as it unpacks: side by side. What pyops depends on is the same either
+# way, so that neither pip writes what the other does.
 $(VENV)/.built: $(VENV)/.packages $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[train,test]"
+	$(BIN)/python -c '$(REQUIREMENTS)' dependencies train test > $(VENV)/requirements.txt
+	$(PIP) --no-build-isolation --no-deps -e . & kernels=$$!; \
+		$(PIP) -r $(VENV)/requirements.txt; packages=$$?; wait $$kernels && exit $$packages
 	$(BYTE_CODE)
 	touch $@
 
