@@ -13,7 +13,7 @@ from pyops.comm.collectives.transport import run_virtual
 from pyops.context_parallel import ContextRanks, ContextRow, Order
 from pyops.ops.attention import AttentionMask
 from tests.context_parallel.rows import B, Case, K, alone, on_rank, put_together
-from tests.grids import full
+from tests.grids import cut, full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -73,10 +73,22 @@ def compared(found: dict[str, Any], expected: dict[str, Any], *, bitwise: tuple[
         assert far < 1e-12, f"{name} is off by {far:.1e} of its size"
 
 
-@pytest.mark.parametrize(("size", "method", "heads"), TEAMS)
-@pytest.mark.parametrize("name", CASES)
+def every_case_by_every_method() -> list[tuple[str, int, str, int | None]]:
+    """Each case by each method, in the teams of the method by turns; everything in every team."""
+    kept = [("everything", *team) for team in TEAMS]
+    for turn, name in enumerate(CASES):
+        for method in ("gather", "ulysses", "ring"):
+            teams = [team for team in TEAMS if team[1] == method]
+            kept.append((name, *teams[turn % len(teams)]))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "method", "heads"),
+    cut([(name, *team) for name in CASES for team in TEAMS], keep=every_case_by_every_method()),
+)
 def test_ranks_find_what_one_process_finds(
-    size: int, method: str, heads: int | None, name: str
+    name: str, size: int, method: str, heads: int | None
 ) -> None:
     case = CASES[name]
     order = ORDERS[(size + list(CASES).index(name)) % 3]

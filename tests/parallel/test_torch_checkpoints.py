@@ -36,7 +36,8 @@ PLANS = {
     "zero 3": ParallelPlan(zero=ZeroConfig(stage=3)),
 }
 MODELS = ("gpt2", "llama tied", "t5")
-IN_SUITE = [("gpt2", "tp"), ("llama tied", "pp"), ("gpt2", "zero 3")]
+# Weights of layers that are cut go both ways with their states below.
+IN_SUITE = [("llama tied", "pp"), ("gpt2", "zero 3")]
 CASES = cut([(name, plan) for name in MODELS for plan in PLANS], keep=IN_SUITE)
 
 

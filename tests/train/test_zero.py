@@ -30,9 +30,10 @@ def final_model(config: Config) -> dict[str, torch.Tensor]:
     return load(config.folder / "checkpoints" / f"step-{STEPS:08}")[0]["model"]
 
 
+# Stage 1 holds back the least; the suite has it on one rank, and where a run goes on, below.
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    cut(itertools.product(STAGES, ["fp32", "bf16"]), keep=[(1, "bf16"), (2, "fp32"), (3, "bf16")]),
+    cut(itertools.product(STAGES, ["fp32", "bf16"]), keep=[(2, "fp32"), (3, "bf16")]),
 )
 def test_the_stage_does_not_change_the_losses(world, tmp_path, stage, precision, reference):
     given: dict[str, Any] = {"precision": precision, "dropout": 0.1, "micro_batch": 2}
@@ -74,7 +75,8 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, stage, reference):
         assert torch.equal(ours[name], tensor), name
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+# The disk's states go through the host's memory, and their files must go.
+@pytest.mark.parametrize("where", [full("cpu"), "disk"])
 def test_states_elsewhere_give_the_same_bits_and_resume(world, tmp_path, where, reference):
     straight = config_of(tmp_path, "cpu", name="straight", stage=2)
     folder = tmp_path / "states"

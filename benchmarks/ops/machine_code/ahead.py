@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,18 @@ class Compiled:
 Launch = tuple[JITFunction, dict[str, Any], tuple[int, ...]]
 
 
-def compile_launches(call: Callable[[], object]) -> list[Compiled]:
-    """Run `call` with every Triton launch recorded in place of run, and compile each for sm_90.
+def compile_launches(
+    call: Callable[[], object], *, leave_out: Collection[str] = ()
+) -> list[Compiled]:
+    """Run `call` with every Triton launch recorded in place of run, and compile each for sm_90 but
+    those of kernels whose names `leave_out` has.
 
     Tensors may be on the CPU or have no memory at all ("meta"): only their dtypes and addresses are
     looked at.
     """
-    return [_compiled(*launch) for launch in _launches(call)]
+    return [
+        _compiled(*launch) for launch in _launches(call) if launch[0].fn.__name__ not in leave_out
+    ]
 
 
 def variants(call: Callable[[], object]) -> set[str]:
