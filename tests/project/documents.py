@@ -254,10 +254,15 @@ class Ranks:
             alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
             pipe.send((str(path), alone if program.ranks else {}))
         limit = TIMEOUT * max(2, program.ranks)
-        return [
-            pipe.recv() if pipe.poll(limit) else ("", f"it did not end within {limit:g} s")
-            for pipe in used
-        ]
+        told = [pipe.recv() if pipe.poll(limit) else None for pipe in used]
+        if None in told:  # a late answer would be taken for that of the next program
+            size = len(self._pipes)
+            for process in self._processes:
+                process.kill()
+            self.close()
+            self._pipes, self._processes = [], []
+            self._start(size)
+        return [each or ("", f"it did not end within {limit:g} s") for each in told]
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.grids import full
+from tests.project import documents
 from tests.project.documents import (
     ROOT,
     TABLES,
@@ -144,6 +145,16 @@ def test_all_python_of_the_readme_is_whole_programs():
     assert [language for _, language, _ in blocks(readme)].count("python") == 1, (
         "those that no test runs belong into docs/"
     )
+
+
+def test_a_program_that_is_late_does_not_answer_for_the_next(ranks, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "TIMEOUT", 0.01)
+        slow = Program("page", "import time\nprint(1)\ntime.sleep(3)\n", 0, "")
+        ((_, error),) = ranks.run(slow, tmp_path)
+    assert error is not None
+    assert "did not end" in error
+    assert ranks.run(Program("page", "print(2)\n", 0, ""), tmp_path) == [("2\n", None)]
 
 
 def test_what_is_no_program_is_told(ranks, tmp_path):
