@@ -9,6 +9,7 @@ tests.project.test_layering` prints them.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 import sys
@@ -232,11 +233,17 @@ def room_of(path: Path) -> str:
     return parts[0]
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source; several rules look at the same files."""
+    return ast.parse(source)
+
+
 def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
     """Modules of pyops that a module's source imports; `package` is the module's package, for
     relative imports."""
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -344,7 +351,7 @@ def files_that_circle() -> list[str]:
     graph = {}
     for path in package_files():
         place = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        tree = ast.parse(path.read_text())
+        tree = parsed(path.read_text())
         body = [
             n
             for statement in tree.body

@@ -28,6 +28,7 @@ from pyops.tensor_parallel import (
     set_dropout,
     sync_partial_grads,
 )
+from tests.grids import cut
 from tests.tensor_parallel.shared_layers import (
     Case,
     configured,
@@ -117,8 +118,12 @@ def errors(
     }
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+GRID = [(size, dtype) for size in (1, 2, 3, 4) for dtype in BOUND]
+# float64 shows what is added where, at every size; float32 that sums of parts lose nothing.
+IN_SUITE = [(size, dtype) for size, dtype in GRID if dtype == torch.float64 or size == 2]
+
+
+@pytest.mark.parametrize(("size", "dtype"), cut(GRID, keep=IN_SUITE), ids=str)
 def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: torch.dtype):
     results = world(size).run(errors, size, dtype) if size > 1 else [errors(0, None, 1, dtype)]
     for found in results:
