@@ -18,5 +18,5 @@ PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m benchmarks.
 older=$!
 PYTHONPATH=. TRITON_CACHE_DIR=build/triton-cache "$PYTHON" -m benchmarks.ops.machine_code.triton_facts build/triton-facts.json
 wait "$older"
-PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 -m "full or not full" tests/ops/triton/test_ahead.py
+PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 -m full tests/ops/triton/test_ahead.py
 PYTHONPATH=. "$PYTHON" -m benchmarks.ops.machine_code.triton_facts "$folder/facts.json" build/triton-facts.json
