@@ -173,7 +173,8 @@ def test_a_slow_kernel_is_not_alike(found, monkeypatch):
     assert "registers" in beyond(name, slow[name])
 
 
-ROWS = [16 * k for k in range(1, 400)] + [777, 4095]
+# Many tiles for a program, and few
+ROWS = [16 * k for k in range(1, 200)] + [16384 * k for k in range(1, 40)] + [777, 4095]
 
 
 def test_few_kernels_for_many_numbers_of_tokens():
