@@ -40,9 +40,9 @@ from pyops.tensor_parallel.functional.losses.linear_cross_entropy import (
 )
 from pyops.tensor_parallel.functional.losses.linear_kl_divergence import (
     DivergenceConfig,
-    LinearLogits,
     linear_kl_divergence,
 )
+from pyops.tensor_parallel.functional.losses.linear_logits import LinearLogits
 from pyops.tensor_parallel.functional.losses.vocabulary_part import CrossEntropyConfig
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.scores import rotary_tables

@@ -35,41 +35,17 @@ from pyops.tensor_parallel.functional.losses.divergence import (
 )
 from pyops.tensor_parallel.functional.losses.head_gradients import (
     HeadGradients,
-    cast_head,
     check_head,
     in_parameter_dtype,
     scale_,
 )
-from pyops.tensor_parallel.functional.losses.vocabulary_part import (
-    VocabularyPart,
-    merge_statistics,
-)
+from pyops.tensor_parallel.functional.losses.linear_logits import LinearLogits
+from pyops.tensor_parallel.functional.losses.vocabulary_part import VocabularyPart, merge_statistics
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
-__all__ = ["DivergenceConfig", "DivergenceSums", "LinearLogits", "linear_kl_divergence"]
+__all__ = ["DivergenceConfig", "DivergenceSums", "linear_kl_divergence"]
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}  # of one side's logits of a chunk
-
-
-@dataclass(frozen=True)
-class LinearLogits:
-    """Logits that are given as what they would be computed from: linear(hidden, weight, bias)."""
-
-    hidden: Tensor
-    """[..., H], the same on every rank."""
-    weight: Tensor
-    """[C, H], this rank's words, of the dtype of hidden unless under autocast."""
-    bias: Tensor | None = None
-    """[C], or None."""
-
-    def cast(self) -> LinearLogits:
-        """The same in the dtype of autocast, where it is on."""
-        return LinearLogits(*cast_head(self.hidden, self.weight, self.bias))
-
-    @property
-    def tokens(self) -> int:
-        """N, the number of rows of logits."""
-        return self.hidden.shape[:-1].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,19 +321,6 @@ class _Chunks:
         return self.part.gather(torch.cat([own, note]), words, asked)[:, :-1]
 
 
-def _logits(side: LinearLogits, start: int, stop: int, columns: int) -> Tensor:
-    """[n, columns] of tokens [start, stop), in fp32 at least: this rank's words, no padding."""
-    rows, weight = side.hidden[start:stop], side.weight[:columns]
-    bias = None if side.bias is None else side.bias[:columns]
-    if rows.dtype not in (torch.bfloat16, torch.float16):
-        return torch.nn.functional.linear(rows, weight, bias)
-    if rows.is_cuda:
-        z = torch.mm(rows, weight.t(), out_dtype=torch.float32)
-    else:
-        z = rows.float() @ weight.float().t()
-    return z if bias is None else z.add_(bias)
-
-
 class _SumOfAll(torch.autograd.Function):
     """(total, soft, hard) of the student's hidden [N, H]; gradients in the forward pass."""
 
@@ -386,7 +349,7 @@ class _SumOfAll(torch.autograd.Function):
         student = LinearLogits(rows, weight, bias)
         with torch.autocast(rows.device.type, enabled=False):
             for start, stop in chunks.spans(len(rows)):
-                z, y = (_logits(side, start, stop, columns) for side in (student, teacher))
+                z, y = (side.of_tokens(start, stop, columns) for side in (student, teacher))
                 of_chunk = chunks.step(z, y, words[start:stop], with_gradient=any(needs))
                 del z, y
                 soft, hard = soft + of_chunk[0], hard + of_chunk[1]
