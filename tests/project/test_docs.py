@@ -6,11 +6,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.grids import full
 from tests.project import documents
 from tests.project.documents import (
     ROOT,
@@ -48,21 +46,9 @@ def later() -> list[Program]:
     ]
 
 
-# Each trains a folder or a model of transformers for many steps, as the last program of
-# quickstart.md does: `-m full` runs them.
-LATER_PAGES = {"finetune.md", "parallel.md"}
-
-
-def first_programs() -> list[Any]:
-    """The pages, of which the suite leaves LATER_PAGES to `-m full`."""
-    return [
-        full(page, id=page.name) if page.name in LATER_PAGES else pytest.param(page, id=page.name)
-        for page in pages()
-        if page.name not in TABLES
-    ]
-
-
-@pytest.mark.parametrize("page", first_programs())
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if page.name not in TABLES], ids=lambda page: page.name
+)
 def test_the_first_program_of_a_page_runs_as_printed(page, ranks, tmp_path):
     runs_as_printed(program_of(page.name, page.read_text()), ranks, tmp_path)
 
