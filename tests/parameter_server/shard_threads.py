@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -105,11 +107,13 @@ def replica(
 
 def replica_process(port: int, worker: int, steps: int, shards: int, seconds: float) -> None:
     """`replica` as the target of a process."""
+    faulthandler.register(signal.SIGUSR2)
     replica(tcp_store(port), worker, steps, shards=shards, seconds=seconds)
 
 
 def shard_process(port: int, shard: int, shards: int, folder: str, every: int, pipe: Any) -> None:
     """`serve` as the target of a process; sends its report."""
+    faulthandler.register(signal.SIGUSR2)
     report = serve(
         tcp_store(port),
         adagrad(0.02),

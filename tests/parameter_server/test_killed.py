@@ -38,6 +38,8 @@ def wait_for(process: Any, seconds: float = 60.0) -> None:
     process.join(seconds)
     alive = process.is_alive()
     if alive:
+        os.kill(process.pid, signal.SIGUSR2)  # its threads tell on stderr where they stand
+        process.join(1)
         process.kill()
     assert not alive, "the process hangs"
 
