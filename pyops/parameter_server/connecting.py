@@ -79,9 +79,20 @@ class _Line:
         """Queue an exchange: channel 0 pushes, 1 fetches."""
         return self._pool[channel].submit(call, *arguments)
 
-    def _epoch_now(self) -> int:
-        key = f"{self._shard}/epoch"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+    def _epoch_now(self, store: dist.Store | None = None) -> int:
+        key, store = f"{self._shard}/epoch", store or self._store
+        return int(store.get(key)) if store.check([key]) else 0
+
+    def watch(self, store: dist.Store) -> None:
+        """End the session with a shard that has been started again since, so that what waits in it
+        goes on with the new one, whatever became of the old one's connections.
+
+        Args:
+            store: A connection of the thread that watches.
+        """
+        session = self._session
+        if session is not None and self._epoch_now(store) != self.epoch:
+            self.drop(session)
 
     def open(self) -> Session:
         """The session, opened where there is none. ValueError for what the shard refuses,
@@ -259,6 +270,8 @@ class SessionLinks:
             while not self._over.is_set():
                 number += 1
                 store.set(self._name, str(number))
+                for line in self.lines:
+                    line.watch(store)
                 self._over.wait(self._config.beat_every)
 
     def message(self, shard: int, payload_bytes: int) -> Tensor:

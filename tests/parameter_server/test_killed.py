@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.parameter_server import DownpourConfig, ShardConfig
+from pyops.parameter_server import ConnectConfig, DownpourConfig, ShardConfig, connect
 from tests.grids import cut
-from tests.parameter_server.replicas import adagrad, mean_loss, model
+from tests.parameter_server.replicas import adagrad, gradient, mean_loss, model
 from tests.parameter_server.shard_threads import (
     replica,
     replica_process,
@@ -109,3 +110,40 @@ def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(moment: in
     assert report.counts.lost_pushes <= every
     assert report.counts.applied + report.counts.lost_pushes == 10 + 80 + 30
     assert mean_loss(client.model) < mean_loss(model())
+
+
+def test_a_shard_that_stands_still_is_replaced(tmp_path: Path):
+    """Its connections stay open, but nothing comes: a replica goes on with the next one."""
+    context, store = fork_server(), tcp_store()
+    receive, send = context.Pipe(duplex=False)
+
+    def start() -> Any:
+        process = context.Process(
+            target=shard_process, args=(store.port, 0, 1, str(tmp_path), 5, send)
+        )
+        process.start()
+        return process
+
+    still, module = start(), model()
+    client = connect(module, store, worker=0, patience=ConnectConfig(beat_every=0.2))
+
+    def take(steps: range) -> None:
+        for step in steps:
+            gradient(module, 0, step)
+            client.step()
+
+    take(range(10))
+    os.kill(still.pid, signal.SIGSTOP)
+    going = start()
+    thread = threading.Thread(target=take, args=(range(10, 30),), daemon=True)
+    thread.start()
+    thread.join(60)
+    kill(still)
+    assert not thread.is_alive(), "the replica waits for the shard that stands still"
+    client.close()
+    store.set("pyops/parameter_server/stop", "1")
+    assert receive.poll(30)
+    report = receive.recv()
+    wait_for(going)
+    assert report.epoch == 2
+    assert report.counts.applied + report.counts.lost_pushes == 30
