@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.links.slow_link_ranks import BASELINE, Pair, torch_adamw
+from benchmarks.links.slow_link_ranks import BASELINE, CONFIG, Pair, torch_adamw
 from benchmarks.links.slow_link_ranks import WAYS as GRADIENTS
 from benchmarks.links.slow_link_ranks import losses as losses_of
-from pyops.config import Config
+from pyops.config import Config, load_config
 from pyops.local_sgd import LocalSGD, LocalSGDConfig
 
 __all__ = ["BASELINE", "WAYS", "losses"]
@@ -53,16 +53,13 @@ def _diloco(**options: Any) -> Callable[..., Pair]:
     return partial(_replica, options=LocalSGDConfig(method="diloco", **options))
 
 
+AVERAGED = partial(_replica, options=LocalSGDConfig(method="local_sgd", every=8, states="average"))
 WAYS: dict[str, Callable[..., Pair]] = {
     BASELINE: GRADIENTS[BASELINE],
     "local SGD, every 8": partial(_replica, options=LocalSGDConfig(method="local_sgd", every=8)),
     "local SGD, every 16": partial(_replica, options=LocalSGDConfig(method="local_sgd", every=16)),
-    "local SGD, every 8, states averaged": partial(
-        _replica, options=LocalSGDConfig(method="local_sgd", every=8, states="average")
-    ),
-    "local SGD, every 8, states averaged, learning rate x sqrt 2": partial(
-        _replica, options=LocalSGDConfig(method="local_sgd", every=8, states="average")
-    ),
+    "local SGD, every 8, states averaged": AVERAGED,
+    "local SGD, every 8, states averaged, learning rate x sqrt 2": AVERAGED,
     "DiLoCo, every 25": _diloco(every=25),
     "DiLoCo, every 50": _diloco(every=50),
     "DiLoCo, every 50, outer momentum 0.7": _diloco(every=50, outer_momentum=0.7),
@@ -74,7 +71,7 @@ WAYS: dict[str, Callable[..., Pair]] = {
 
 # A replica's batch is half of that of both, so that the noise of its gradients, by which Adam
 # divides, is sqrt 2 times as large (Malladi et al., arXiv:2205.10287).
-RATES = {"local SGD, every 8, states averaged, learning rate x sqrt 2": math.sqrt(2) * 2e-3}
+RATE_FACTORS = {"local SGD, every 8, states averaged, learning rate x sqrt 2": math.sqrt(2)}
 
 
 def losses(*, way: str, batch: int, num_steps: int) -> dict[str, Any]:
@@ -85,5 +82,5 @@ def losses(*, way: str, batch: int, num_steps: int) -> dict[str, Any]:
         num_steps=num_steps,
         warmup=0,
         make=WAYS[way],
-        rate=RATES.get(way),
+        rate=RATE_FACTORS.get(way, 1.0) * load_config(CONFIG).optimizer.lr,
     )

@@ -30,6 +30,7 @@ from pyops.models import GPT
 __all__ = [
     "ALONE",
     "BASELINE",
+    "CONFIG",
     "FP32",
     "WAYS",
     "Pair",
