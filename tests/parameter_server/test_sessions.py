@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -176,9 +175,9 @@ def test_a_damaged_snapshot_is_named(tmp_path: Path):
 def test_a_second_process_for_a_shard_ends_the_first():
     store = tcp_store()
     first = Served(store, sgd(0.1), 1)
-    time.sleep(0.1)
+    store.get("pyops/parameter_server/0/epoch")  # waits: the second process is the later one
     second = Served(store, sgd(0.1), 1)
-    first.threads[0].join(10)
+    first.threads[0].join(60)
     assert "another process serves it since" in str(first.errors[0])
     second.stop()
     assert not second.errors
