@@ -6,11 +6,12 @@ import contextlib
 import functools
 import os
 import sys
+from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["user_frame"]
+__all__ = ["described", "user_frame", "whose"]
 
 LIBRARIES = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -18,13 +19,16 @@ LIBRARIES = (
     os.path.join(sys.prefix, "bin") + os.sep,
 )
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package pyops
+PLACE_BYTES = 115  # of an entry
 CARRIERS = tuple(OWN + name for name in ("comm", "flight_record", "failure", "mesh"))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of(path: str) -> str:
-    """Whose source a file is: "user", "room" of pyops that communicates, or "" for neither. A walk
-    meets the same files again and again, and a lookup takes a tenth of the comparisons."""
+def whose(path: str) -> str:
+    """Whose source a file is: "user", "room" of pyops that communicates, or "" for neither.
+
+    A walk meets the same files again and again, and a lookup takes a tenth of the comparisons.
+    """
     if path.startswith(OWN):
         return "" if path.startswith(CARRIERS) else "room"
     return "" if path.startswith((*LIBRARIES, "<")) else "user"
@@ -39,10 +43,17 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     """
     own = None
     while frame is not None:
-        whose = _is_of(frame.f_code.co_filename)
-        if whose == "user":
+        side = whose(frame.f_code.co_filename)
+        if side == "user":
             return frame
-        if whose and own is None:
+        if side and own is None:
             own = frame
         frame = frame.f_back
     return own
+
+
+def described(frame: FrameType) -> bytes:
+    """The line of a frame for an entry: the end of the file's path, the line, the function."""
+    code = frame.f_code
+    parts = "/".join(Path(code.co_filename).parts[-3:])
+    return f"{parts}:{frame.f_lineno} {code.co_name}".encode()[-PLACE_BYTES:]

@@ -246,6 +246,24 @@ def message(group: dist.ProcessGroup, op: str, *, peer: int, label: str = "") ->
         record.finish(index, failed=failed)
 
 
+def _enter(record: FlightRecord) -> float:
+    """This thread begins to wait in a call that is noted; when, if its time counts as waited."""
+    _inside.depth += 1
+    if threading.get_ident() != record.thread:
+        return -1.0
+    if record.on_wait is not None:
+        record.on_wait(True)
+    return time.monotonic()
+
+
+def _leave(record: FlightRecord, begun: float) -> None:
+    _inside.depth -= 1
+    if begun >= 0.0:
+        record.waited += time.monotonic() - begun
+        if record.on_wait is not None:
+            record.on_wait(False)
+
+
 class waiting:
     """Within the block, this thread waits in a call that is noted: what it calls is not noted by
     itself, and where it is the program's own thread, its time counts as waited.
@@ -260,22 +278,12 @@ class waiting:
         self._record, self._begun = record, -1.0
 
     def __enter__(self) -> None:
-        if (record := self._record) is None:
-            return
-        _inside.depth += 1
-        if threading.get_ident() == record.thread:
-            self._begun = time.monotonic()
-            if record.on_wait is not None:
-                record.on_wait(True)
+        if self._record is not None:
+            self._begun = _enter(self._record)
 
     def __exit__(self, *_: object) -> None:
-        if (record := self._record) is None:
-            return
-        _inside.depth -= 1
-        if self._begun >= 0.0:
-            record.waited += time.monotonic() - self._begun
-            if record.on_wait is not None:
-                record.on_wait(False)
+        if self._record is not None:
+            _leave(self._record, self._begun)
 
 
 def run_noted(
@@ -290,12 +298,14 @@ def run_noted(
         call: What to run; what it calls is not noted by itself.
         tensor: Whose device counts.
     """
+    begun = _enter(record)  # not `waiting`: in a step's cold caches each call of Python counts
     try:
-        with waiting(record):
-            found = call()
+        found = call()
     except BaseException:
         record.finish(index, failed=True)
         raise
+    finally:
+        _leave(record, begun)
     if hasattr(found, "is_completed"):
         record.finish_later(index, found.is_completed)
     elif isinstance(tensor, Tensor) and tensor.is_cuda:

@@ -16,10 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
 
-from pyops.flight_record.frames import user_frame
+from pyops.flight_record.call_log import ENTRY, FAILED, FINISHED, RUNNING, call_log
 
 __all__ = [
     "ENTRIES",
@@ -33,15 +32,10 @@ __all__ = [
     "FlightRecord",
 ]
 
-ENTRY = struct.Struct("<QQddIiQB24s12s40s115s")
-"""index, sequence, begun, ended, group, peer, bytes, state, operation, dtype, label, place"""
-ENDED, ENDED_AT = struct.Struct("<d"), 24
-"""When an entry's call ended, and where that stands in the entry."""
 HEADER_BYTES = 4096
 LIFE = struct.Struct("<Bd")
 """How the process stands (RUNNING, FINISHED, FAILED), and when it was last seen alive."""
 LIFE_AT = HEADER_BYTES - LIFE.size
-RUNNING, FINISHED, FAILED = 1, 2, 3
 VERSION = 1
 ENTRIES = 2048
 
@@ -76,19 +70,15 @@ class FlightRecord:
         self.path = self.folder / f"rank{rank}.flight"
         self.waited, self.thread = 0.0, threading.get_ident()
         self.on_wait: Callable[[bool], None] | None = None
-        self._entries, self._index = entries, 0
         self._lock = threading.Lock()
-        self._groups: dict[Any, int] = {}
-        self._sequences: dict[tuple[int, str, int], int] = {}
-        self._places: dict[tuple[int, int], tuple[CodeType, bytes]] = {}
-        self._begun: dict[int, float] = {}
+        self._groups: dict[str, int] = {}
         self._later: deque[tuple[int, Callable[[], bool]]] = deque()
-        self._clock = time.time() - time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         length = HEADER_BYTES + entries * ENTRY.size
         with open(self.path, "w+b") as file:
             file.truncate(length)
             self._map = mmap.mmap(file.fileno(), length)
+        self._log = call_log(self._map, HEADER_BYTES, entries)
         header = {
             "version": VERSION,
             "entries": entries,
@@ -109,8 +99,7 @@ class FlightRecord:
     def oldest(self) -> float | None:
         """See the class."""
         self._look()
-        with self._lock:
-            return min(self._begun.values(), default=None)
+        return self._log.oldest()
 
     def alive(self) -> None:
         """Note that the process lives."""
@@ -141,36 +130,13 @@ class FlightRecord:
         Returns:
             The number of the call, for `finish`.
         """
-        now = time.monotonic()
-        place = self._place(frame or sys._getframe(1))
         if self._later:
             self._look()
-        with self._lock:
-            number = self._groups.get(group[0])
-            if number is None:
-                number = self._new_group(group)
-            key = (number, op if peer >= 0 else "", peer)
-            sequence = self._sequences[key] = self._sequences.get(key, 0) + 1
-            self._index += 1
-            index = self._index
-            self._begun[index] = now
-        ENTRY.pack_into(
-            self._map,
-            self._offset(index),
-            index,
-            sequence,
-            now + self._clock,
-            0.0,
-            number,
-            peer,
-            nbytes,
-            RUNNING,
-            op.encode()[:24],
-            dtype.encode()[:12],
-            label.encode()[:40],
-            place,
-        )
-        return index
+        number = self._groups.get(group[0])
+        if number is None:
+            number = self._new_group(group)
+        there = frame or sys._getframe(1)
+        return self._log.begin(number, op, peer, nbytes, dtype, label, there)
 
     def finish(self, index: int, *, failed: bool = False) -> None:
         """Note that a call has ended.
@@ -179,14 +145,7 @@ class FlightRecord:
             index: What `begin` returned.
             failed: Whether it raised.
         """
-        now = time.monotonic()
-        with self._lock:
-            begun = self._begun.pop(index, None)
-            if begun is None or self._index - index >= self._entries:
-                return  # ended before, or its place is that of a later call
-        offset = self._offset(index)
-        ENDED.pack_into(self._map, offset + ENDED_AT, now + self._clock)
-        self._map[offset + 48] = FAILED if failed else FINISHED
+        self._log.finish(index, failed)
 
     def finish_later(self, index: int, is_done: Callable[[], bool]) -> None:
         """A call that goes on beside the program: it has ended when `is_done()` is true, which is
@@ -208,26 +167,13 @@ class FlightRecord:
         """Hand the file to the disk, for readers on other hosts."""
         self._map.flush()
 
-    def _offset(self, index: int) -> int:
-        return HEADER_BYTES + (index - 1) % self._entries * ENTRY.size
-
-    def _place(self, frame: FrameType) -> bytes:
-        found = user_frame(frame)
-        if found is None:
-            return b"?"
-        # The hash of code is that of all its names and constants, and a line number is looked for
-        # in a table: neither is needed to know a place again.
-        code, key = found.f_code, (id(found.f_code), found.f_lasti)
-        if (known := self._places.get(key)) is None:
-            path = Path(code.co_filename)
-            text = f"{'/'.join(path.parts[-3:])}:{found.f_lineno} {code.co_name}"
-            known = self._places[key] = code, text.encode()[-115:]
-        return known[1]
-
     def _new_group(self, group: tuple[str, Sequence[int]]) -> int:
-        number = self._groups[group[0]] = len(self._groups)
-        with open(self._groups_path, "a") as file:
-            file.write(json.dumps({"name": group[0], "ranks": list(group[1])}) + "\n")
+        with self._lock:
+            if (known := self._groups.get(group[0])) is not None:
+                return known  # another thread's call was the first
+            number = self._groups[group[0]] = len(self._groups)
+            with open(self._groups_path, "a") as file:
+                file.write(json.dumps({"name": group[0], "ranks": list(group[1])}) + "\n")
         return number
 
     def _look(self) -> None:

@@ -26,8 +26,8 @@ PACKAGE = ROOT / "pyops"
 LAYERS = [
     ["protocols", "renamed", "torch_private", "name_patterns", "given_numbers", "launchers"],
     # The contracts of the kernels; the only importer of torch.ops.pyops.
-    ["ops", "failure", "flight_record", "host_heap", "host_memory"],
-    ["mesh", "flat", "random", "deferred"],
+    ["ops", "failure", "host_heap", "host_memory"],
+    ["mesh", "flat", "flight_record", "random", "deferred"],
     ["optim", "comm", "offload", "precision", "attention"],
     # Strategies, which never import each other.
     [
