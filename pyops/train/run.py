@@ -7,6 +7,7 @@ The same code runs as one process and under torchrun.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import gather
+from pyops.comm.failure import CommunicationError, DisagreementError
 from pyops.config import Config
+from pyops.elastic.membership import Choice
 from pyops.launch.joining import launched
 from pyops.launch.requeue import requeue
 from pyops.train.host.memory import check_memory
 from pyops.train.host.observed import check_progress, observed
 from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
+from pyops.train.host.replica import RunReplica
 from pyops.train.host.run_folder import continues, finished, only_run_in
 from pyops.train.loop import Training, TrainingLoop
 from pyops.train.pretrained.folder_training import FolderTraining
@@ -57,13 +61,51 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
         return Outcome(0, None, None, 0, stand_by())
     check_memory(config, ranks=chosen.grid.ranks)
-    request = StopRequest()
+    if config.healing.on:
+        return _healed(config, resume=resume)
+    return _trained(config, chosen, resume=resume, request=StopRequest())
+
+
+def _healed(config: Config, *, resume: bool) -> Outcome:
+    """Train as one of the ranks of which those that die are replaced: where one is lost, the others
+    leave everything that has to do with the process group, meet again, and go on."""
+    replica, request = RunReplica(config.healing), StopRequest()
+    chosen = adapted(config, started_ranks())[1]
+    while True:
+        replica.meet()
+        lost: str | None = None
+        try:
+            outcome = _trained(
+                config, chosen, resume=resume or replica.begun, request=request, replica=replica
+            )
+        except DisagreementError:
+            raise
+        except CommunicationError as error:
+            lost = str(error)
+        if lost is not None:  # the error is gone, and with it the frames that held the training
+            gc.collect()
+            replica.lost(CommunicationError(lost))
+        elif replica.end():
+            return outcome
+
+
+def _trained(
+    config: Config,
+    chosen: Choice,
+    *,
+    resume: bool,
+    request: StopRequest,
+    replica: RunReplica | None = None,
+) -> Outcome:
+    """Join the other ranks, and train to the end, or to the signal that ends the run early."""
     joined = joined_ranks(config.train, active=chosen.grid.ranks, request=request)
     with joined as device, only_run_in(config.folder), collected_notes() as notes:
         restarted = continues(config.folder)
         resume = restarted or resume
         check_progress(config, restarted=restarted)
-        loop = _make_loop(config, device=device, resume=resume)
+        loop = _make_loop(config, device=device, resume=resume, replica=replica)
+        if replica is not None:
+            replica.begin()
         notes.show(loop.display.note)
         if chosen.reason:
             loop.display.note(f"{chosen.reason}{trouble_ahead()}")
@@ -100,7 +142,9 @@ def _go_on_later(loop: TrainingLoop, number: int, *, progressed: bool) -> None:
         loop.display.note(told)
 
 
-def _make_loop(config: Config, *, device: torch.device, resume: bool) -> TrainingLoop:
+def _make_loop(
+    config: Config, *, device: torch.device, resume: bool, replica: RunReplica | None
+) -> TrainingLoop:
     def make_training(checkpoint: Path | None) -> Training:
         if config.over_samples:
             return SampleTraining(config, device=device, checkpoint=checkpoint)
@@ -108,7 +152,7 @@ def _make_loop(config: Config, *, device: torch.device, resume: bool) -> Trainin
             return FolderTraining(config, device=device)
         return TextTraining(config, device=device)
 
-    return TrainingLoop(make_training, config, resume=resume)
+    return TrainingLoop(make_training, config, resume=resume, replica=replica)
 
 
 def _already_finished(config: Config, num_steps: int) -> str:
