@@ -171,7 +171,7 @@ class PeerCopies:
                 "copies at their neighbors: go on from a checkpoint"
             )
         chosen = max(whole)
-        # What a lost rank left of a newer step is no state, and `settle` would take it for the newest.
+        # Portions of a newer step, of which a lost rank had the others, would be `settle`'s newest.
         self._kept = [portion for portion in self._kept if portion.of <= chosen]
         result = _Assembled(wanted)
         for owner in range(chosen[2]):

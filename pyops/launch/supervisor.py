@@ -53,16 +53,17 @@ Start = Callable[[Mapping[str, str]], Process]
 """Starts a rank, given the variables that are added to its environment."""
 
 
-def start_process(command: Sequence[str]) -> Start:
+def start_process(command: Sequence[str], given: Mapping[str, str] | None = None) -> Start:
     """What starts this command as a rank.
 
     Args:
         command: Its words.
+        given: Variables of every rank, beside this process's.
     """
 
     def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-        return subprocess.Popen(command, env={**inherited, **variables})
+        return subprocess.Popen(command, env={**inherited, **(given or {}), **variables})
 
     return start
 

@@ -385,6 +385,17 @@ class TrainingLoop:
             self.display.note(note)
         return outcome
 
+    def abandon(self) -> None:
+        """Of this rank alone, before it leaves because of an error: let a checkpoint under way end,
+        if it does so soon, and close what another loop of this process will open again."""
+        self.checkpoints.close()
+        if self.replica is None:
+            return
+        self.display.close()
+        for each in (self.log, self.trackers):
+            if each is not None:
+                each.close()
+
     def _written_page(self) -> list[str]:
         """Write run.html; what there is to say of it."""
         if not self.config.observe.page:

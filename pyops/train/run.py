@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -69,24 +70,25 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
 def _healed(config: Config, *, resume: bool) -> Outcome:
     """Train as one of the ranks of which those that die are replaced: where one is lost, the others
     leave everything that has to do with the process group, meet again, and go on."""
-    replica, request = RunReplica(config.healing), StopRequest()
+    replica = RunReplica(config.healing)
     chosen = adapted(config, started_ranks())[1]
-    while True:
-        replica.meet()
-        lost: str | None = None
-        try:
-            outcome = _trained(
-                config, chosen, resume=resume or replica.begun, request=request, replica=replica
-            )
-        except DisagreementError:
-            raise
-        except CommunicationError as error:
-            lost = str(error)
-        if lost is not None:  # the error is gone, and with it the frames that held the training
-            gc.collect()
-            replica.lost(CommunicationError(lost))
-        elif replica.end():
-            return outcome
+    with StopRequest() as request:
+        while True:
+            replica.meet()
+            lost = ""
+            try:
+                outcome = _trained(
+                    config, chosen, resume=resume or replica.begun, request=request, replica=replica
+                )
+            except DisagreementError:
+                raise
+            except CommunicationError as error:
+                lost = str(error)
+            if lost:  # the error itself is gone, and with it the frames that held the training
+                gc.collect()
+                replica.lost(CommunicationError(lost))
+            elif replica.end():
+                return outcome
 
 
 def _trained(
@@ -113,14 +115,15 @@ def _trained(
             loop.display.note(_already_finished(config, loop.training.num_steps))
         first_step = loop.training.step
         try:
-            with request, observed(config):
+            # Where ranks are replaced, signals are listened to between two meetings, too.
+            with request if replica is None else nullcontext(), observed(config):
                 # A signal that ends a run with its last step leaves nothing to go on with.
                 stopped = loop.run(request) and not loop.training.is_over
+            request.number = _first_signal(request.number) if stopped else 0
+            outcome = loop.finish(stopped_by=request.number)
         except BaseException:
-            loop.checkpoints.close()
+            loop.abandon()
             raise
-        request.number = _first_signal(request.number) if stopped else 0
-        outcome = loop.finish(stopped_by=request.number)
         if loop.rank == 0 and not stopped:
             finished(config.folder)
         if stopped:
