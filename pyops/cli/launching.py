@@ -2,7 +2,7 @@
 `pyops doctor`: what differs between the ranks.
 
     pyops launch gpt.toml --ranks-per-node 2                              torchrun, this host
-    pyops launch healing.toml --ranks-per-node 2           this host; with [healing] ranks are replaced
+    pyops launch healing.toml --ranks-per-node 2           with [healing], ranks are replaced
     pyops launch gpt.toml --nodes 2 --host node1                          the same on each of two
     pyops launch gpt.toml --slurm --nodes 8 --gpus-per-node 8 --time 24:00:00
     pyops launch gpt.toml --mpi --nodes 2 --hostfile hosts

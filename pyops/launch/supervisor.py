@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -123,7 +123,7 @@ class Supervisor:
                 signal.signal(number, handler)
         return next((code for code in self._codes.values() if code), 0)
 
-    def _listen(self) -> dict[int, object]:
+    def _listen(self) -> dict[int, Any]:
         """Forward signals that ask for an end; what was done with them before."""
         if threading.current_thread() is not threading.main_thread():
             return {}
