@@ -61,17 +61,17 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     config, chosen = adapted(config, started_ranks(), idle=not dist.is_initialized())
     if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
         return Outcome(0, None, None, 0, stand_by())
-    check_memory(config, ranks=chosen.grid.ranks)
     if config.healing.on:
-        return _healed(config, resume=resume)
+        return _healed(config, chosen, resume=resume)
+    check_memory(config, ranks=chosen.grid.ranks)
     return _trained(config, chosen, resume=resume, request=StopRequest())
 
 
-def _healed(config: Config, *, resume: bool) -> Outcome:
+def _healed(config: Config, chosen: Choice, *, resume: bool) -> Outcome:
     """Train as one of the ranks of which those that die are replaced: where one is lost, the others
     leave everything that has to do with the process group, meet again, and go on."""
-    replica = RunReplica(config.healing)
-    chosen = adapted(config, started_ranks())[1]
+    replica = RunReplica(config.healing, device=config.train.device)
+    check_memory(config, ranks=chosen.grid.ranks)
     with StopRequest() as request:
         while True:
             replica.meet()
@@ -104,7 +104,8 @@ def _trained(
     with joined as device, only_run_in(config.folder), collected_notes() as notes:
         restarted = continues(config.folder)
         resume = restarted or resume
-        check_progress(config, restarted=restarted)
+        if replica is None or not replica.begun:  # later meetings are no restarts
+            check_progress(config, restarted=restarted)
         loop = _make_loop(config, device=device, resume=resume, replica=replica)
         if replica is not None:
             replica.begin()

@@ -134,3 +134,12 @@ def test_a_replacement_with_the_place_of_a_lost_replica_has_its_rank() -> None:
     assert unplaced[0]._in_order({1, 2}) == [1, 2]
     for each in (*replicas, *unplaced):
         each.leave()
+
+
+def test_a_replica_that_leaves_is_not_waited_for(alone: tuple[Quorum, dist.Store]) -> None:
+    here, store = alone
+    other = Quorum(here._store, QuorumConfig(lease=0.2))
+    assert other.replica == 1  # in a part of the store that is its own
+    other.leave()
+    assert quorum._Hearts(other._store, LEASE).alive() == set()
+    assert quorum._Hearts(store, LEASE).alive() == {here.replica}

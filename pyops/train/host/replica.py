@@ -54,18 +54,25 @@ class RunReplica:
 
     Args:
         options: How ranks meet, and how often states are copied.
+        device: As [train] says.
 
     Attributes:
         rank: As whoever started this process says.
         begun: Whether the run had begun before the last meeting: it goes on from what there is.
-        healed: Whether processes were lost before the last meeting.
 
     Raises:
-        ConfigError: The process was started by something that starts no replacements.
+        ConfigError: The process was started by something that starts no replacements, or would
+            train on a GPU.
         CommunicationError: The store is not reached.
     """
 
-    def __init__(self, options: HealingConfig) -> None:
+    def __init__(self, options: HealingConfig, *, device: str) -> None:
+        if device == "auto" and torch.cuda.is_available():
+            raise ConfigError(
+                f"healing.copy_every is {options.copy_every}, which takes process groups of Gloo "
+                "alone, but train.device is 'auto', which is a GPU here; set it to 'cpu', or "
+                "healing.copy_every to 0"
+            )
         if STARTED not in os.environ:
             raise ConfigError(
                 f"healing.copy_every is {options.copy_every}, but nobody starts replacements for "

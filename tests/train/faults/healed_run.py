@@ -1,10 +1,10 @@
-"""A supervised run in processes of the fork server, of which one is killed before a step."""
+"""A supervised run in processes of the fork server, of which some are killed before a step."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,21 @@ class Started:
 
 
 def rank_of_run(
-    variables: Mapping[str, str], config: Config, notes: Path, victim: int, step: int
+    variables: Mapping[str, str], config: Config, notes: Path, victims: Sequence[int], step: int
 ) -> None:
-    """Train as a rank; the first process of rank `victim` is killed before `step`. Each process
+    """Train as a rank; the first processes of `victims` are killed before `step`. Each process
     notes the steps that it begins."""
     os.environ.update(variables)
     torch.set_num_threads(1)
     Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
-    failure.PATIENCE = 1.0  # seconds for the note of the only other rank, which was killed
-    inner, killed = TextTraining.train_step, notes / "killed"
+    failure.PATIENCE = 1.0  # seconds for the notes of ranks that were killed
+    inner, killed = TextTraining.train_step, notes / f"killed {variables['RANK']}"
     own = notes / f"steps of rank {variables['RANK']}, process {os.getpid()}"
 
     def train_step(self: TextTraining, *, stop: bool = False) -> Any:
         with own.open("a") as file:
             file.write(f"{self.step}\n")
-        if self.rank == victim and self.step == step and not killed.exists():
+        if self.rank in victims and self.step == step and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(self, stop=stop)
@@ -61,18 +61,20 @@ def rank_of_run(
     train(config)
 
 
-def supervised(config: Config, notes: Path, *, victim: int, step: int) -> tuple[int, list[str]]:
-    """Run two ranks to their end; the exit code, and what the supervisor told."""
+def supervised(
+    config: Config, notes: Path, *, victims: Sequence[int], step: int, ranks: int = 2
+) -> tuple[int, list[str]]:
+    """Run the ranks to their end; the exit code, and what the supervisor told."""
     context, told = fork_server(), []
 
     def start(variables: Mapping[str, str]) -> Started:
         process = context.Process(
-            target=rank_of_run, args=(dict(variables), config, notes, victim, step)
+            target=rank_of_run, args=(dict(variables), config, notes, victims, step)
         )
         process.start()
         return Started(process)
 
-    supervisor = Supervisor(start, ranks=2, most_idle=3, tell=told.append)
+    supervisor = Supervisor(start, ranks=ranks, most_idle=3, tell=told.append)
     return supervisor.run(), told
 
 

@@ -71,7 +71,7 @@ def check_as_undisturbed(healed: Config, straight: Config) -> None:
 def test_a_rank_that_is_killed_is_replaced(tmp_path, reference, stage, victim, copy_every):
     config = healing_config(tmp_path, stage=stage, copy_every=copy_every)
     step = random.Random(10 * stage + victim).randrange(4, STEPS - 3)
-    code, told = supervised(config, tmp_path, victim=victim, step=step)
+    code, told = supervised(config, tmp_path, victims=(victim,), step=step)
     assert code == 0, told
     assert len(told) == 1
     assert f"rank {victim} (process" in told[0]
@@ -84,6 +84,28 @@ def test_a_rank_that_is_killed_is_replaced(tmp_path, reference, stage, victim, c
     ]
     check_as_undisturbed(config, reference(undisturbed(config), 2))
     assert seconds_outside_steps(config, again) >= LEASE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "victims"),
+    [
+        pytest.param(2, (0, 1), id="all"),
+        pytest.param(3, (1, 2), id="a rank and the neighbor with its copies"),
+    ],
+)
+def test_a_state_that_is_lost_is_that_of_the_newest_checkpoint(tmp_path, reference, ranks, victims):
+    config = healing_config(tmp_path, stage=1)
+    options = dataclasses.replace(config.train, batch=6, checkpoint_every=5)
+    config = dataclasses.replace(config, train=options)
+    code, told = supervised(config, tmp_path, victims=victims, step=13, ranks=ranks)
+    assert code == 0, told
+    assert len(told) == len(victims)
+    for victim in victims:
+        _, again = steps_begun(tmp_path, victim)
+        # The newest checkpoint may not have been whole yet: it is written in the background.
+        assert again in ([*range(5, STEPS)], [*range(10, STEPS)])
+    check_as_undisturbed(config, reference(undisturbed(config), ranks))
 
 
 @pytest.mark.full  # the cases above start ranks of the fork server in the place of processes
@@ -117,6 +139,15 @@ def test_pyops_launch_replaces_a_rank(tmp_path, reference):
     assert told.count("died of SIGKILL") == 1, told
     assert told.count("healed: from step") == 1, told
     check_as_undisturbed(config, reference(undisturbed(config), 2))
+
+
+def test_a_gpu_that_is_there_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    config = healing_config(tmp_path, stage=0)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="auto"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"train.device is 'auto', which is a GPU here; set it"):
+        train(config)
+    assert not config.folder.exists()
 
 
 def test_a_run_whose_ranks_nobody_replaces_is_refused(tmp_path):
