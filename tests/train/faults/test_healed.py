@@ -32,7 +32,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def healing_config(folder: Path, *, stage: int, copy_every: int = 1) -> Config:
     """Without a checkpoint before the last step: no state comes from the disk."""
     config = config_of(folder, "cpu", name="healed", stage=stage, dropout=0.1, checkpoint_every=0)
-    return dataclasses.replace(config, healing=HealingConfig(copy_every, lease=LEASE))
+    # Nobody may have to wait for the timeout of collectives, which is longer than a test.
+    healing = HealingConfig(copy_every, lease=LEASE, timeout=300.0, meeting_timeout=400.0)
+    return dataclasses.replace(config, healing=healing)
 
 
 def undisturbed(config: Config) -> Config:
