@@ -59,6 +59,9 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         help="one more option of the launcher: --option=--partition=gpu",
     )
     parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of this run"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"
     )
 
@@ -89,7 +92,7 @@ def launch(given: argparse.Namespace) -> int:
     overrides = [word for each in given.overrides for word in ("--set", each)]
     job = Job(
         name=config.name,
-        arguments=("train", path, *overrides),
+        arguments=("train", path, *overrides, *(["--resume"] if given.resume else [])),
         nodes=given.nodes,
         ranks_per_node=given.ranks_per_node or given.gpus_per_node or 1,
         gpus_per_node=given.gpus_per_node,

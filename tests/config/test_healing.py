@@ -97,5 +97,5 @@ def test_a_dry_run_shows_the_command_of_a_rank(
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_text(ON)
-    assert main(["launch", str(path), "--ranks-per-node", "2", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith(f"python -m pyops train {path}    # 2 times")
+    assert main(["launch", str(path), "--ranks-per-node", "2", "--resume", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith(f"python -m pyops train {path} --resume    # 2 times")
