@@ -2,6 +2,7 @@
 `pyops doctor`: what differs between the ranks.
 
     pyops launch gpt.toml --ranks-per-node 2                              torchrun, this host
+    pyops launch healing.toml --ranks-per-node 2           with [healing], ranks are replaced
     pyops launch gpt.toml --nodes 2 --host node1                          the same on each of two
     pyops launch gpt.toml --slurm --nodes 8 --gpus-per-node 8 --time 24:00:00
     pyops launch gpt.toml --mpi --nodes 2 --hostfile hosts
@@ -58,6 +59,9 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         help="one more option of the launcher: --option=--partition=gpu",
     )
     parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of this run"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"
     )
 
@@ -75,17 +79,20 @@ def launch(given: argparse.Namespace) -> int:
         ConfigError, LaunchError: For what the user can put right, before anything is started.
     """
     from pyops.config import load_config
-    from pyops.launch.starting import shown, start
+    from pyops.launch.starting import shown, start, start_replaced
     from pyops.launch.texts import Job
 
     config = load_config(given.config, overrides=given.overrides)
     launcher = given.launcher or "torchrun"
+    if config.healing.on:
+        _check_healing(given, every=config.healing.copy_every)
+        launcher = "supervisor"
     in_cluster = launcher == "kubernetes"
     path = "/config/config.toml" if in_cluster else given.config
     overrides = [word for each in given.overrides for word in ("--set", each)]
     job = Job(
         name=config.name,
-        arguments=("train", path, *overrides),
+        arguments=("train", path, *overrides, *(["--resume"] if given.resume else [])),
         nodes=given.nodes,
         ranks_per_node=given.ranks_per_node or given.gpus_per_node or 1,
         gpus_per_node=given.gpus_per_node,
@@ -104,8 +111,23 @@ def launch(given: argparse.Namespace) -> int:
     if given.dry_run:
         print(shown(job, launcher), end="")
         return 0
+    if launcher == "supervisor":
+        return start_replaced(job, most_idle=config.observe.max_idle_restarts)
     script = config.folder.with_name(f"{config.folder.name}.slurm.sh")
     return start(job, launcher, script=script)
+
+
+def _check_healing(given: argparse.Namespace, *, every: int) -> None:
+    """ConfigError for a way to start ranks that replaces none."""
+    from pyops.config import ConfigError
+
+    way = f"--{given.launcher}" if given.launcher else f"--nodes {given.nodes}"
+    if given.launcher or given.nodes != 1:
+        raise ConfigError(
+            f"healing.copy_every is {every}, which ranks take that this command starts and "
+            f"replaces on its own host, but {way} was given; leave it out, or set "
+            "healing.copy_every to 0"
+        )
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:

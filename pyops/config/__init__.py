@@ -14,6 +14,7 @@ configure.
     [parallel]         # pyops.config.parallel_config.ParallelConfig
     [elastic]          # ElasticConfig
     [asynchronous]     # AsynchronousConfig
+    [healing]          # HealingConfig
     [train]            # TrainConfig
     [observe]          # ObserveConfig
     [task]             # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
@@ -36,6 +37,7 @@ from pyops.config.training_sections import (
     OPTIMIZERS,
     AsynchronousConfig,
     CommunicationConfig,
+    HealingConfig,
     OptimizerConfig,
     PrecisionConfig,
     RecomputeConfig,
@@ -54,6 +56,7 @@ __all__ = [
     "ConfigError",
     "DistillConfig",
     "ElasticConfig",
+    "HealingConfig",
     "ModelFolder",
     "ObserveConfig",
     "OptimizerConfig",

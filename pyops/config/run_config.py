@@ -10,6 +10,7 @@ from pyops.config.config_error import ConfigError
 from pyops.config.rules.asynchronous import check_asynchronous
 from pyops.config.rules.folder import check_folder
 from pyops.config.rules.grids import check_grid
+from pyops.config.rules.healing import check_healing
 from pyops.config.rules.memory_checkpoints import check_memory_checkpoints
 from pyops.config.rules.samples import check_elastic, check_taught
 from pyops.config.run_sections import RunSections
@@ -39,6 +40,7 @@ class Config(RunSections):
         parallel: [parallel].
         elastic: [elastic].
         asynchronous: [asynchronous].
+        healing: How ranks that die are replaced: [healing].
         train: [train].
         observe: What the run notes of itself: [observe].
         task: What is learnt: [task].
@@ -58,6 +60,7 @@ class Config(RunSections):
         check_asynchronous(self)
         check_grid(self)
         check_memory_checkpoints(self)
+        check_healing(self)
         if self.data.packing != "none" and (self.model_folder.given or self.over_samples):
             raise ValueError(
                 f"data.packing is {self.data.packing!r}, which a run over text takes that trains a "

@@ -13,6 +13,7 @@ from pyops.config.task_config import TaskConfig
 from pyops.config.training_sections import (
     AsynchronousConfig,
     CommunicationConfig,
+    HealingConfig,
     OptimizerConfig,
     PrecisionConfig,
     RecomputeConfig,
@@ -44,6 +45,7 @@ class RunSections:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
+    healing: HealingConfig = field(default_factory=HealingConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import require
+from pyops.healing import QuorumConfig
 from pyops.local_sgd import LocalSGDConfig
 from pyops.local_sgd.config import METHODS
 from pyops.optim.lr_scheduler import cosine_ratio
@@ -19,6 +20,7 @@ __all__ = [
     "OPTIMIZERS",
     "AsynchronousConfig",
     "CommunicationConfig",
+    "HealingConfig",
     "OptimizerConfig",
     "PrecisionConfig",
     "RecomputeConfig",
@@ -184,6 +186,49 @@ class AsynchronousConfig(LocalSGDConfig):
     def on(self) -> bool:
         """Whether ranks are replicas that train on their own."""
         return self.method != "none"
+
+
+@dataclass(frozen=True)
+class HealingConfig:
+    """How a run goes on where a rank dies, without a restart of the others: see
+    `pyops.healing.QuorumConfig`. `pyops launch` starts the ranks and the replacements.
+
+    Attributes:
+        copy_every: Steps from one copy of the state, in the memory of each rank and of its
+            neighbor, to the next; so many at most are taken again. 0: ranks are not replaced.
+        lease: Seconds without a sign of life after which a rank is dead.
+        timeout: Seconds of a collective after which a rank that stands still is taken for lost.
+        meeting_timeout: Seconds that the others wait for a replacement: longer than it takes to
+            start, and than timeout and lease together.
+    """
+
+    copy_every: int = 0
+    lease: float = 5.0
+    timeout: float = 60.0
+    meeting_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        require(self, "0 or more", ("copy_every",), lambda v: v >= 0)
+        _ = self.quorum(1)
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks that die are replaced."""
+        return self.copy_every > 0
+
+    def quorum(self, ranks: int) -> QuorumConfig:
+        """How so many ranks meet, always all of them.
+
+        Args:
+            ranks: Of the run.
+        """
+        return QuorumConfig(
+            min_replicas=ranks,
+            start_replicas=ranks,
+            lease=self.lease,
+            timeout=self.timeout,
+            meeting_timeout=self.meeting_timeout,
+        )
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ class PeerCopies:
                 "copies at their neighbors: go on from a checkpoint"
             )
         chosen = max(whole)
+        # Portions of a newer step, of which a lost rank had the others, would be `settle`'s newest.
+        self._kept = [portion for portion in self._kept if portion.of <= chosen]
         result = _Assembled(wanted)
         for owner in range(chosen[2]):
             holder = holders[chosen][owner]

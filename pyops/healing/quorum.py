@@ -24,7 +24,7 @@ from pyops.comm.collectives.communicator import release
 from pyops.failure import CommunicationError
 from pyops.torch_private import another_connection
 
-__all__ = ["Quorum", "QuorumConfig"]
+__all__ = ["Quorum", "QuorumConfig", "noted_steps"]
 
 LOOK = 0.02  # seconds between two looks into the store
 
@@ -72,6 +72,8 @@ class Quorum:
     Args:
         store: A store of torch.distributed that all replicas reach and none of them holds.
         config: How long they wait.
+        place: Orders the ranks of the group; by default the replica's number. A replacement that is
+            given the place of the replica that was lost has its rank.
 
     Attributes:
         replica: This replica's number, which no other has or had.
@@ -82,20 +84,23 @@ class Quorum:
         CommunicationError: The store is gone.
     """
 
-    def __init__(self, store: dist.Store, config: QuorumConfig | None = None) -> None:
+    def __init__(
+        self, store: dist.Store, config: QuorumConfig | None = None, *, place: int | None = None
+    ) -> None:
         if dist.is_initialized():
             raise ValueError(
                 "Quorum makes the process group of the replicas, but there is one already; leave "
                 "init_process_group out"
             )
         self.config = config or QuorumConfig()
-        self._store = dist.PrefixStore("pyops/healing", store)
+        self._store = _part_of(store)
         self._generation = -1
         self.members: list[int] = []
         self._over = threading.Event()
         with _StoreErrors():
             self.replica = int(self._store.add("replicas", 1))
-            own = dist.PrefixStore("pyops/healing", another_connection(store))
+            self._store.set(f"order/{self.replica}", str(self.replica if place is None else place))
+            own = _part_of(another_connection(store))
         self._thread = threading.Thread(target=self._beat, args=(own,), daemon=True)
         self._thread.start()
 
@@ -135,7 +140,7 @@ class Quorum:
     def noted_progress(self) -> int:
         """What was told last; 0 at the beginning."""
         with _StoreErrors():
-            return int(self._store.get("steps")) if self._store.check(["steps"]) else 0
+            return _steps_in(self._store)
 
     def abandon(self) -> None:
         """Leave the process group, whole or not."""
@@ -175,12 +180,13 @@ class Quorum:
     def _closed(self, generation: int, *, first: bool, until: float) -> list[int]:
         """Who takes part; empty where the one that would say it is lost."""
         key, hearts = f"{generation}/members", _Hearts(self._store, self.config.lease)
+        members: list[int]
         while True:
             alive, arrived = hearts.alive(), self._arrived(generation)
             # Read before the members, which are written before the generation is counted on.
             over = int(self._store.add("generation", 0)) != generation
             if self._store.check([key]):
-                members: list[int] = json.loads(self._store.get(key))
+                members = json.loads(self._store.get(key))
                 return members
             if over:  # the others have lost sight of the first for a while
                 return []
@@ -188,14 +194,19 @@ class Quorum:
             enough = hearts.settled and alive <= arrived and len(here) >= self._least()
             if first and enough:
                 self._store.set("began", "1")
-                self._store.set(key, json.dumps(sorted(here)))
+                members = self._in_order(here)
+                self._store.set(key, json.dumps(members))
                 self._next(generation)
-                return sorted(here)
+                return members
             if not first and hearts.settled and self._first_is_lost(generation, alive):
                 return []
             if time.monotonic() > until:
                 raise self._late(alive, arrived)
             time.sleep(LOOK)
+
+    def _in_order(self, replicas: set[int]) -> list[int]:
+        """By their places, by their numbers where these are equal."""
+        return sorted(replicas, key=lambda each: (int(self._store.get(f"order/{each}")), each))
 
     def _least(self) -> int:
         """How many replicas the meeting takes."""
@@ -248,6 +259,23 @@ class Quorum:
             self.abandon()
             return False
         return True
+
+
+def noted_steps(store: dist.Store) -> int:
+    """How many steps the replicas that meet in this store have said to have taken.
+
+    Args:
+        store: As `Quorum` was given it.
+    """
+    return _steps_in(_part_of(store))
+
+
+def _part_of(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore("pyops/healing", store)
+
+
+def _steps_in(part: dist.Store) -> int:
+    return int(part.get("steps")) if part.check(["steps"]) else 0
 
 
 class _Hearts:

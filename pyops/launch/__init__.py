@@ -8,6 +8,7 @@ stopped in time, and looked over.
 | interfaces.py | network interfaces that the environment names and the host lacks |
 | requeue.py | Slurm starts a run again that its time limit or a preemption has ended |
 | texts.py, starting.py | what `pyops launch` writes, and starts |
+| supervisor.py | Supervisor: ranks of this host, and another process for each that dies |
 | facts.py, doctor.py | what `pyops doctor` asks of every rank, and what it finds |
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pyops.launch.texts import Job, kubernetes_text, mpi_command, slurm_script, torchrun_command
 from pyops.launchers import LaunchError
 
-__all__ = ["LAUNCHERS", "flavor_of", "shown", "start"]
+__all__ = ["LAUNCHERS", "flavor_of", "shown", "start", "start_replaced"]
 
 LAUNCHERS = ("torchrun", "mpi", "slurm", "kubernetes")
 TO_GET = {
@@ -31,7 +31,7 @@ def shown(job: Job, launcher: str) -> str:
 
     Args:
         job: What is started.
-        launcher: One of `LAUNCHERS`.
+        launcher: One of `LAUNCHERS`, or "supervisor" for `start_replaced`.
 
     Raises:
         LaunchError: See `pyops.launch.texts`.
@@ -40,6 +40,9 @@ def shown(job: Job, launcher: str) -> str:
         return slurm_script(job, python=sys.executable)
     if launcher == "kubernetes":
         return kubernetes_text(job)
+    if launcher == "supervisor":
+        words = " ".join(_of_a_rank(job, python="python"))
+        return f"{words}    # {job.ranks} times, and once more for each that dies\n"
     return " ".join(_words(job, launcher, python="python")) + "\n"
 
 
@@ -85,6 +88,23 @@ def start(
     return run(_words(job, launcher, python=sys.executable), env=environment).returncode
 
 
+def start_replaced(job: Job, *, most_idle: int) -> int:
+    """Start the ranks on this host, and another process for each that dies; wait for their end.
+
+    Args:
+        job: What is started.
+        most_idle: See `pyops.launch.supervisor.Supervisor`.
+
+    Returns:
+        The exit code of the run.
+    """
+    from pyops.launch.supervisor import Supervisor, start_process  # which imports torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", str(job.cpus_per_rank))
+    start = start_process(_of_a_rank(job, python=sys.executable), {"OMP_NUM_THREADS": threads})
+    return Supervisor(start, ranks=job.ranks, most_idle=most_idle).run()
+
+
 def flavor_of(version: str) -> str:
     """ "Hydra" or "Open MPI", of what `mpirun --version` prints."""
     told = version.lower()
@@ -98,6 +118,10 @@ def _words(job: Job, launcher: str, *, python: str) -> list[str]:
     if (tool := shutil.which("mpirun")) is not None:
         version = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
     return mpi_command(job, flavor=flavor_of(version), python=python)
+
+
+def _of_a_rank(job: Job, *, python: str) -> list[str]:
+    return [python, "-m", "pyops", *job.arguments]
 
 
 def _found(tool: str) -> str:

@@ -31,6 +31,7 @@ from pyops.observe.page import write_page
 from pyops.observe.trackers import Trackers
 from pyops.train.host.neighbor import memory_checkpoints, newest, states_to_come
 from pyops.train.host.ranks import StopRequest
+from pyops.train.host.replica import RunReplica
 from pyops.train.host.run_folder import prepare_folder
 from pyops.train.report.display import Display
 from pyops.train.report.goodput import Goodput
@@ -183,6 +184,7 @@ class TrainingLoop:
         config: Config,
         *,
         resume: bool = False,
+        replica: RunReplica | None = None,
     ) -> None:
         """Make what is trained, and the folder of the run; go on from a checkpoint.
 
@@ -192,6 +194,8 @@ class TrainingLoop:
             config: The run's configuration.
             resume: Whether to go on from the newest checkpoint in the run's folder. Otherwise an
                 earlier run there is moved aside.
+            replica: Of a run whose dead ranks are replaced; it goes on from the state that the
+                ranks hold, if they hold one.
 
         Raises:
             ConfigError: On every rank alike, for what the user can put right.
@@ -204,7 +208,10 @@ class TrainingLoop:
         self.checkpoints = Checkpoints(
             config.folder / "checkpoints", keep=config.train.num_checkpoints, background=background
         )
-        latest = on_first_rank(self.checkpoints.latest) if resume else None
+        self.replica = replica
+        held = replica.take_held() if replica is not None else None
+        search = resume and held is None
+        latest = on_first_rank(self.checkpoints.latest) if search else None
         said: list[str] = []
         self.memory: MemoryCheckpoints | None = None
         if resume:
@@ -214,6 +221,8 @@ class TrainingLoop:
         on_first_rank(lambda: prepare_folder(config, resume=resume))
         if latest is not None:
             self.restore(latest)
+        if held is not None:
+            self._take_up(held.state, held.own, path=config.folder)
         if not resume:
             self.memory = memory_checkpoints(config)
         self._check_memory()
@@ -227,7 +236,9 @@ class TrainingLoop:
                 first_step=self.training.step,
                 tensorboard=config.train.tensorboard,
             )
-            self.goodput = Goodput(config.folder, self.log.rows, resumed=latest is not None)
+            self.goodput = Goodput(
+                config.folder, self.log.rows, resumed=latest is not None or held is not None
+            )
             self.trackers = Trackers(
                 config.observe.trackers,
                 name=config.name,
@@ -242,7 +253,9 @@ class TrainingLoop:
             quiet=self.rank != 0,
         )
         text = self.training.introduction()
-        if latest is not None:
+        if held is not None:
+            text = f"{text}\nhealed: from step {held.step}, which the ranks had kept"
+        elif latest is not None:
             text = f"{text}\nresumed from {latest}"
         elif resume:
             text = f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning"
@@ -265,6 +278,8 @@ class TrainingLoop:
         Returns:
             Whether a signal to any rank ended the run early.
         """
+        if self.replica is not None and not self.training.is_over:
+            self._copy(self.replica)
         for result in self.training.steps(request):
             if result.row is not None:
                 self.write(result.row, tensorboard=result.tensorboard)
@@ -276,6 +291,8 @@ class TrainingLoop:
                 return True
             if self.memory is not None and not self.training.is_over:
                 self._save_to_memory(self.memory)
+            if self.replica is not None and self.replica.due(self.training.step):
+                self._copy(self.replica)
         return False
 
     def write(self, row: Row, *, tensorboard: bool = True) -> None:
@@ -310,6 +327,12 @@ class TrainingLoop:
         memory.save(self.training.step, state, own=own)
         self._memory_seconds = time.perf_counter() - start
 
+    def _copy(self, replica: RunReplica) -> None:
+        """Copy the state to this rank's memory and its neighbor's, for the replacement of one."""
+        start = time.perf_counter()
+        replica.save(self.training.step, *self._state())
+        self._memory_seconds = time.perf_counter() - start
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: of all ranks, and of this one alone."""
         # First the state: with it a rank without a part in the layout hears of the others' steps.
@@ -327,6 +350,9 @@ class TrainingLoop:
         """
         # Without `compare`, damage that one rank alone meets later would leave the others waiting.
         state, own = load(path, lazy=True, compare=True)
+        self._take_up(state, own, path=path)
+
+    def _take_up(self, state: Mapping[str, Any], own: Any, *, path: Path) -> None:
         self.training.load_state(state, path)
         if own is None:
             return
@@ -358,6 +384,17 @@ class TrainingLoop:
         for note in notes:
             self.display.note(note)
         return outcome
+
+    def abandon(self) -> None:
+        """Of this rank alone, before it leaves because of an error: let a checkpoint under way end,
+        if it does so soon, and close what another loop of this process will open again."""
+        self.checkpoints.close()
+        if self.replica is None:
+            return
+        self.display.close()
+        for each in (self.log, self.trackers):
+            if each is not None:
+                each.close()
 
     def _written_page(self) -> list[str]:
         """Write run.html; what there is to say of it."""

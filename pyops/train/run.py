@@ -7,20 +7,25 @@ The same code runs as one process and under torchrun.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import gather
+from pyops.comm.failure import CommunicationError, DisagreementError
 from pyops.config import Config
+from pyops.elastic.membership import Choice
 from pyops.launch.joining import launched
 from pyops.launch.requeue import requeue
 from pyops.train.host.memory import check_memory
 from pyops.train.host.observed import check_progress, observed
 from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
+from pyops.train.host.replica import RunReplica
 from pyops.train.host.run_folder import continues, finished, only_run_in
 from pyops.train.loop import Training, TrainingLoop
 from pyops.train.pretrained.folder_training import FolderTraining
@@ -56,14 +61,54 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     config, chosen = adapted(config, started_ranks(), idle=not dist.is_initialized())
     if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
         return Outcome(0, None, None, 0, stand_by())
+    if config.healing.on:
+        return _healed(config, chosen, resume=resume)
     check_memory(config, ranks=chosen.grid.ranks)
-    request = StopRequest()
+    return _trained(config, chosen, resume=resume, request=StopRequest())
+
+
+def _healed(config: Config, chosen: Choice, *, resume: bool) -> Outcome:
+    """Train as one of the ranks of which those that die are replaced: where one is lost, the others
+    leave everything that has to do with the process group, meet again, and go on."""
+    replica = RunReplica(config.healing, device=config.train.device)
+    check_memory(config, ranks=chosen.grid.ranks)
+    with StopRequest() as request:
+        while True:
+            replica.meet()
+            lost = ""
+            try:
+                outcome = _trained(
+                    config, chosen, resume=resume or replica.begun, request=request, replica=replica
+                )
+            except DisagreementError:
+                raise
+            except CommunicationError as error:
+                lost = str(error)
+            if lost:  # the error itself is gone, and with it the frames that held the training
+                gc.collect()
+                replica.lost(CommunicationError(lost))
+            elif replica.end():
+                return outcome
+
+
+def _trained(
+    config: Config,
+    chosen: Choice,
+    *,
+    resume: bool,
+    request: StopRequest,
+    replica: RunReplica | None = None,
+) -> Outcome:
+    """Join the other ranks, and train to the end, or to the signal that ends the run early."""
     joined = joined_ranks(config.train, active=chosen.grid.ranks, request=request)
     with joined as device, only_run_in(config.folder), collected_notes() as notes:
         restarted = continues(config.folder)
         resume = restarted or resume
-        check_progress(config, restarted=restarted)
-        loop = _make_loop(config, device=device, resume=resume)
+        if replica is None or not replica.begun:  # later meetings are no restarts
+            check_progress(config, restarted=restarted)
+        loop = _make_loop(config, device=device, resume=resume, replica=replica)
+        if replica is not None:
+            replica.begin()
         notes.show(loop.display.note)
         if chosen.reason:
             loop.display.note(f"{chosen.reason}{trouble_ahead()}")
@@ -71,14 +116,15 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
             loop.display.note(_already_finished(config, loop.training.num_steps))
         first_step = loop.training.step
         try:
-            with request, observed(config):
+            # Where ranks are replaced, signals are listened to between two meetings, too.
+            with request if replica is None else nullcontext(), observed(config):
                 # A signal that ends a run with its last step leaves nothing to go on with.
                 stopped = loop.run(request) and not loop.training.is_over
+            request.number = _first_signal(request.number) if stopped else 0
+            outcome = loop.finish(stopped_by=request.number)
         except BaseException:
-            loop.checkpoints.close()
+            loop.abandon()
             raise
-        request.number = _first_signal(request.number) if stopped else 0
-        outcome = loop.finish(stopped_by=request.number)
         if loop.rank == 0 and not stopped:
             finished(config.folder)
         if stopped:
@@ -100,7 +146,9 @@ def _go_on_later(loop: TrainingLoop, number: int, *, progressed: bool) -> None:
         loop.display.note(told)
 
 
-def _make_loop(config: Config, *, device: torch.device, resume: bool) -> TrainingLoop:
+def _make_loop(
+    config: Config, *, device: torch.device, resume: bool, replica: RunReplica | None
+) -> TrainingLoop:
     def make_training(checkpoint: Path | None) -> Training:
         if config.over_samples:
             return SampleTraining(config, device=device, checkpoint=checkpoint)
@@ -108,7 +156,7 @@ def _make_loop(config: Config, *, device: torch.device, resume: bool) -> Trainin
             return FolderTraining(config, device=device)
         return TextTraining(config, device=device)
 
-    return TrainingLoop(make_training, config, resume=resume)
+    return TrainingLoop(make_training, config, resume=resume, replica=replica)
 
 
 def _already_finished(config: Config, num_steps: int) -> str:

@@ -123,3 +123,23 @@ def test_a_replica_that_leaves_a_step_tells_those_that_wait_for_it_in_shared_mem
         assert len(errors) == 1
     assert outcomes[1].result[1] == ["came to this rank alone"]
     assert "came to this rank alone" in outcomes[0].result[1][0]
+
+
+def test_a_replacement_with_the_place_of_a_lost_replica_has_its_rank() -> None:
+    store, config = dist.HashStore(), QuorumConfig(lease=0.2)
+    replicas = [Quorum(store, config, place=place) for place in (0, 1, 0)]
+    assert [each.replica for each in replicas] == [1, 2, 3]
+    assert replicas[0]._in_order({2, 3}) == [3, 2]
+    unplaced = [Quorum(dist.PrefixStore("other", store), config) for _ in range(2)]
+    assert unplaced[0]._in_order({1, 2}) == [1, 2]
+    for each in (*replicas, *unplaced):
+        each.leave()
+
+
+def test_a_replica_that_leaves_is_not_waited_for(alone: tuple[Quorum, dist.Store]) -> None:
+    here, store = alone
+    other = Quorum(here._store, QuorumConfig(lease=0.2))
+    assert other.replica == 1  # in a part of the store that is its own
+    other.leave()
+    assert quorum._Hearts(other._store, LEASE).alive() == set()
+    assert quorum._Hearts(store, LEASE).alive() == {here.replica}

@@ -9,6 +9,11 @@
 | departures.py | notes of the ranks that left |
 """
 
-from pyops.comm.collectives.communicator.communicator import ALGORITHMS, Communicator, release
+from pyops.comm.collectives.communicator.communicator import (
+    ALGORITHMS,
+    Communicator,
+    groups_in_use,
+    release,
+)
 
-__all__ = ["ALGORITHMS", "Communicator", "release"]
+__all__ = ["ALGORITHMS", "Communicator", "groups_in_use", "release"]

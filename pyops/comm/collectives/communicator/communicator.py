@@ -50,7 +50,7 @@ from pyops.failure import naming_lost_ranks
 from pyops.mesh import Alone, ProcessGroupLike, resolve
 from pyops.torch_private import backend_name, group_timeout
 
-__all__ = ["ALGORITHMS", "Communicator", "release"]
+__all__ = ["ALGORITHMS", "Communicator", "groups_in_use", "release"]
 
 ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory", "symmetric")
 
@@ -70,6 +70,11 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     found = _communicators.pop(target, None) if target is not None else None
     if found is not None:
         found.stop()
+
+
+def groups_in_use() -> list[dist.ProcessGroup]:
+    """The groups for which something is kept, in the order of their first collectives."""
+    return list(_communicators)
 
 
 class Communicator:
