@@ -285,7 +285,7 @@ class QuantizedLinear(nn.Module):
         kernel = prepared_code_rows(codes, scales, zeros, flat, bits=self._bits)
 
         def product(x: Tensor) -> Tensor:
-            if few and len(x) <= FEW and x.dtype != torch.float64:
+            if few and x.shape[0] <= FEW and x.dtype != torch.float64:
                 return kernel(x)
             return _computed(x, self, self.bias)
 

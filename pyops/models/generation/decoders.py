@@ -125,6 +125,10 @@ class GPTDecoder(Decoder):
         """See `Decoder.prepare`."""
         self._prepared = False
 
+    def leave_to_modules(self) -> None:
+        """Compute by the model's modules until `prepare`."""
+        self._step, self._prepared = None, True
+
     @property
     def step(self) -> TokenStep | None:
         """The model for one token a row; None where its modules compute that, too."""

@@ -85,7 +85,7 @@ class TokenStep:
 class _BlockStep:
     """(x, added) [R, D] -> the same behind a block."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: Any) -> None:
         _known(block, GPTBlock)
         attention, mlp = block.attention, block.mlp
         _known(attention, ParallelAttention)
@@ -115,12 +115,12 @@ class _BlockStep:
             k = turned(k, cos, sin, self.interleaved)
         k, v = cache.append(k, v)
         y = cached_attention(q, k, v, span.mask_RS, scale=self.scale)
-        h, x = self.norm2(x, self.output(y.view(len(x), -1)))
+        h, x = self.norm2(x, self.output(y.view(x.shape[0], -1)))
         return x, self.down(self.activation(self.up(h)))
 
     def _heads(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [R, 1, H, K], k and v [R, 1, G, K]."""
-        rows, width = len(h), self.width
+        rows, width = h.shape[0], self.width
         if len(self.inner) == 1:
             q, k, v = self.inner[0](h).view(rows, 1, -1, 3, width).unbind(3)
             return q, k, v
