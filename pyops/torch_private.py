@@ -39,10 +39,12 @@ __all__ = [
     "group_timeout",
     "has_backend",
     "has_dispatch_kernel",
+    "has_global_hooks",
     "has_hooks",
     "in_autograd_node",
     "in_backward",
     "int8_matmul",
+    "is_called_plainly",
     "is_traceable_wrapper_subclass",
     "local_shape_and_offset",
     "local_tensor",
@@ -118,6 +120,18 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered that torch calls for every module."""
+    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether a call of the module is a call of its class's forward: it has no hooks, is not
+    compiled, and nothing stands in the place of either."""
+    plain = module._compiled_call_impl is None and "forward" not in module.__dict__
+    return plain and not has_hooks(module)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:

@@ -119,6 +119,21 @@ def test_forward_pre_hooks_are_those_that_were_registered():
     assert torch_private.forward_pre_hooks(layer) == [print]
 
 
+def test_what_else_a_call_of_a_module_does_is_seen():
+    assert not torch_private.has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert torch_private.has_global_hooks()
+    finally:
+        handle.remove()
+    layers = [nn.Linear(1, 1) for _ in range(4)]
+    assert all(map(torch_private.is_called_plainly, layers))
+    layers[0].register_forward_hook(lambda *_: None)
+    layers[1].forward = lambda x: x  # type: ignore[method-assign]
+    torch_private.call_instead(layers[2], lambda x: x)
+    assert list(map(torch_private.is_called_plainly, layers)) == [False, False, False, True]
+
+
 def test_a_function_calls_others_in_the_place_of_those_of_its_file():
     attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
     x, called = torch.ones(1, 3, 4), []

@@ -25,6 +25,7 @@ of `torch.ops.pyops`.
     rotary     rotary                                  rotary positions; differentiable
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
     few_rows   linear                                  a few rows without gradients, for generation
+    prepared   the ops of one decoding step, whose parameters are checked once
     fake_quantize  fake_quantize               numbers as few bits would give them back;
                                                differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the

@@ -37,6 +37,7 @@ from pyops.ops.codes.scaled import (
     scale_product,
     scale_sums_,
 )
+from pyops.ops.layers.prepared import prepared_code_rows
 from pyops.quantized.formats import (
     Codes,
     Int4,
@@ -194,16 +195,8 @@ class QuantizedLinear(nn.Module):
         Args:
             dtype: Of the result; rounded from fp32.
         """
-        out, narrow = prod(self.codes.shape[:-1]), dtype if dtype.itemsize < 4 else torch.float32
-        zeros = self.zero_points
-        weight = decode_rows(
-            self.codes.reshape(out, -1),
-            self.scales.reshape(out, -1),
-            None if zeros is None else zeros.reshape(out, -1),
-            width=self.width,
-            bits=self._bits,
-            dtype=narrow,
-        )
+        narrow = dtype if dtype.itemsize < 4 else torch.float32
+        weight = decode_rows(*self._flat_codes(), width=self.width, bits=self._bits, dtype=narrow)
         return weight.view(*self.codes.shape[:-1], self.width).to(dtype)
 
     @property
@@ -279,6 +272,37 @@ class QuantizedLinear(nn.Module):
         over = reduce_scatter_tokens if self.shape.sequence_parallel else reduce
         return over(part, group=self.shape.ranks)
 
+    def token_product(self) -> Callable[[Tensor], Tensor] | None:
+        """x [rows, in] -> [rows, out], the bias added, for few rows without gradients: its operands
+        are checked here and not at each call. None where ranks share the layer, or an adapter adds
+        to it."""
+        adapter = self.adapter
+        if self.shape.ranks.size > 1 or (adapter is not None and adapter.enabled):
+            return None
+        codes, scales, zeros = self._flat_codes()
+        flat = None if self.bias is None else self.bias.detach().float().flatten()
+        few = self._kernel_takes and self.scheme.activations is None
+        kernel = prepared_code_rows(codes, scales, zeros, flat, bits=self._bits)
+
+        def product(x: Tensor) -> Tensor:
+            if few and x.shape[0] <= FEW and x.dtype != torch.float64:
+                return kernel(x)
+            return _computed(x, self, self.bias)
+
+        return product
+
+    @property
+    def _kernel_takes(self) -> bool:
+        """Whether there is a kernel for few rows times these codes."""
+        out = prod(self.codes.shape[:-1])
+        return fits(self.width, self.scales.numel() // out, self._bits)
+
+    def _flat_codes(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and zero points as matrices of a row for each output."""
+        out, zeros = prod(self.codes.shape[:-1]), self.zero_points
+        flat = None if zeros is None else zeros.reshape(out, -1)
+        return self.codes.reshape(out, -1), self.scales.reshape(out, -1), flat
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias without a gradient; of a row-parallel layer with codes of activations over
         all ranks, else with this rank's columns alone.
@@ -290,20 +314,9 @@ class QuantizedLinear(nn.Module):
         flat = None if bias is None else bias.detach().float().flatten()
         if self.scheme.activations is not None:
             return self._integer_product(x, flat)
-        out, bits = prod(self.codes.shape[:-1]), self._bits
-        scales = self.scales.reshape(out, -1)
-        kernel_takes = fits(self.width, scales.shape[1], bits)
-        if len(x) <= FEW and kernel_takes and x.dtype != torch.float64:
-            zeros = self.zero_points
-            return code_rows_product(
-                x,
-                self.codes.reshape(out, -1),
-                scales,
-                None if zeros is None else zeros.reshape(out, -1),
-                flat,
-                bits=bits,
-            )
-        weight = self.decoded(x.dtype).reshape(out, self.width)
+        if len(x) <= FEW and self._kernel_takes and x.dtype != torch.float64:
+            return code_rows_product(x, *self._flat_codes(), flat, bits=self._bits)
+        weight = self.decoded(x.dtype).flatten(0, -2)
         return functional.linear(x, weight, None if flat is None else flat.to(x.dtype))
 
     def _integer_product(self, x: Tensor, bias: Tensor | None) -> Tensor:

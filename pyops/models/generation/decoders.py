@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.models.generation.token_step import TokenStep, token_step
 from pyops.models.gpt import GPT
 from pyops.models.t5 import T5
 from pyops.tensor_parallel import MemoryRows, RowCache, RowSpan
@@ -58,6 +59,9 @@ class Decoder(ABC):
 
     def read(self, group: int, row: int, prompt: Sequence[int]) -> None:  # noqa: B027  # nothing, but of an encoder
         """What is done with a prompt before its row's first token."""
+
+    def prepare(self) -> None:  # noqa: B027  # nothing, but of a decoder that keeps something
+        """Forget what was made of the model's parameters, which may have changed."""
 
     @abstractmethod
     def hidden(self, group: int, span: RowSpan, tokens_RT: Tensor, x: Tensor | None) -> Tensor:
@@ -114,6 +118,25 @@ class GPTDecoder(Decoder):
         self.own_blocks = [int(number) for number in model.blocks._modules]
         self.num_blocks = model.config.num_layers
         self.cut = len(self.own_blocks) < self.num_blocks
+        self._step: TokenStep | None = None
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """See `Decoder.prepare`."""
+        self._prepared = False
+
+    def leave_to_modules(self) -> None:
+        """Compute by the model's modules until `prepare`."""
+        self._step, self._prepared = None, True
+
+    @property
+    def step(self) -> TokenStep | None:
+        """The model for one token a row; None where its modules compute that, too."""
+        if torch.is_grad_enabled():
+            return None
+        if not self._prepared:
+            self._step, self._prepared = token_step(self.model, self.caches[0][0].dtype), True
+        return self._step
 
     def _blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
@@ -125,12 +148,20 @@ class GPTDecoder(Decoder):
     def hidden(self, group: int, span: RowSpan, tokens_RT: Tensor, x: Tensor | None) -> Tensor:
         """See `Decoder.hidden`."""
         model, shape = self.model, (tokens_RT.shape[0], tokens_RT.shape[1])
+        if shape[1] == 1 and (step := self.step) is not None:
+            return step.hidden(span, tokens_RT, self.caches[group])
         if x is None:
             x = model.embedding(tokens_RT, positions_BT=span.places_RT)
         for block, cache in zip(model.blocks, self.caches[group], strict=True):
             cache.span = span
             x = block(x, shape, past=cache, positions_BT=span.places_RT)
         return x
+
+    def logits(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        """See `Decoder.logits`."""
+        if (step := self.step) is not None:
+            return step.logits(x[:, -1:])
+        return super().logits(x, shape)
 
 
 class T5Decoder(Decoder):

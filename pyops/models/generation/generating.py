@@ -235,6 +235,7 @@ class _Run:
         while running:
             # The model is in eval mode, and nothing kept for backward, until a row is handed out.
             with computing(self.decoder.model), self._inference():
+                self.decoder.prepare()
                 while running and following not in waiting:
                     ended = next(turns, None)
                     running = ended is not None

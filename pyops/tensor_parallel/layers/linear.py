@@ -11,7 +11,7 @@ this rank's size only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.ops.layers.prepared import prepared_linear
 from pyops.tensor_parallel.functional.dropout import Dropout
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
@@ -127,6 +128,12 @@ class ColumnParallelLinear(nn.Module):
             y = gather(y, dim=-1, duplicated=True, group=self.plan.ranks)[..., : self.out_features]
         return (y, self.bias) if self.skip_bias else y
 
+    def token_product(self) -> Callable[[Tensor], Tensor] | None:
+        """x [rows, in] -> [rows, out], the bias added, for few rows without gradients: its operands
+        are checked here and not at each call. None where ranks share the layer, or an adapter adds
+        to it."""
+        return _token_product(self)
+
     def low_rank_places(self, rank: int) -> dict[str, Placement]:
         """What this rank holds of the factors A and B of an adapter of so many rows."""
         weight, ranks = self.placements["weight"], self.plan.ranks
@@ -234,6 +241,12 @@ class RowParallelLinear(nn.Module):
         y = row_product(x, self.weight, bias, self.plan, more=more)
         return (y, self.bias) if self.skip_bias else y
 
+    def token_product(self) -> Callable[[Tensor], Tensor] | None:
+        """x [rows, in] -> [rows, out], the bias added, for few rows without gradients: its operands
+        are checked here and not at each call. None where ranks share the layer, or an adapter adds
+        to it."""
+        return _token_product(self)
+
     def low_rank_places(self, rank: int) -> dict[str, Placement]:
         """What this rank holds of the factors A and B of an adapter of so many rows."""
         weight, ranks = self.placements["weight"], self.plan.ranks
@@ -308,6 +321,16 @@ def _fused_product(x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -
         x, weight, bias, *(adapter.factor(name, x) for name in "AB")
     )
     return low_rank_product(x, weight, bias, (factors[0], factors[1]), scale=adapter.scale)
+
+
+def _token_product(
+    layer: ColumnParallelLinear | RowParallelLinear,
+) -> Callable[[Tensor], Tensor] | None:
+    adapter = layer.adapter
+    if layer.plan.ranks.size > 1 or (adapter is not None and adapter.enabled):
+        return None
+    bias = None if layer.bias is None else layer.bias.detach().flatten()
+    return prepared_linear(layer.weight.detach().flatten(0, -2), bias)
 
 
 def _plan(config: LinearConfig, group: RanksLike, sequence_parallel: bool) -> ProductPlan:

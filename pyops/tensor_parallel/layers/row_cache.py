@@ -138,6 +138,16 @@ class RowCache:
             seen: Of the layer.
             by_distance: A bias goes by the distance of query and key.
         """
+        k, v = self.append(k, v)
+        assert self.span is not None
+        return k, v, self.span.seen(seen, by_distance=by_distance)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k, v [R, T, G, K] to their rows -> [R, keys, G, K] of all.
+
+        Args:
+            k, v: Of the new tokens.
+        """
         span = self.span
         assert span is not None
         found = []
@@ -148,8 +158,7 @@ class RowCache:
             else:
                 kept[span.row_R, :, span.places_RT[:, 0]] = new[:, 0].to(kept.dtype)
             found.append(kept[span.begin : span.end, :, : span.keys].transpose(1, 2))
-        k, v = found
-        return k, v, span.seen(seen, by_distance=by_distance)
+        return found[0], found[1]
 
     def _room(self, k: Tensor, span: RowSpan) -> tuple[Tensor, Tensor]:
         """Memory [num_rows, G, S, K], S >= span.keys, with what was kept."""
