@@ -22,6 +22,7 @@ from pyops.flat import FlatBuffer
 from pyops.parameter_server.config import DownpourConfig
 from pyops.parameter_server.messages import (
     HEADER_BYTES,
+    Fetched,
     Kind,
     Links,
     Pending,
@@ -251,21 +252,18 @@ class Client:
     def _arrive(self) -> Iterator[Pending]:
         fetching, self._fetching = self._fetching, []
         yield from fetching
-        arrived = []
+        arrived: list[Fetched] = []
         for shard, pending in enumerate(fetching):
-            answer, whole = pending.result()
-            reply = Reply.of(answer)
-            self._check(reply, shard)
-            arrived.append((reply, answer[HEADER_BYTES:], whole))
-        for shard, (reply, payload, whole) in enumerate(arrived):
+            arrived.append(pending.result())
+            self._check(arrived[-1].reply, shard)
+        for shard, fetched in enumerate(arrived):
             known = self._known[self._parts[shard]]
-            if whole:
-                self._fetches[shard].read(payload, known, whole=True)
-            else:
-                difference = torch.empty_like(known)
-                self._fetches[shard].read(payload, difference)
-                known += difference
-            self.versions[shard] = reply.version
+            read = known if fetched.whole else torch.empty_like(known)
+            for payload in fetched.payloads():
+                self._fetches[shard].read(payload, read, whole=fetched.whole)
+            if not fetched.whole:
+                known += read
+            self.versions[shard] = fetched.reply.version
         if self._known is not self.buffer.data:
             self.buffer.data.copy_(self._known)
         self._due = None

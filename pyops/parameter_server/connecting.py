@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,16 @@ from pyops.comm.collectives.shared_memory import host
 from pyops.failure import CommunicationError
 from pyops.parameter_server.client import Client
 from pyops.parameter_server.config import DownpourConfig, check_number
-from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import Room, Session, Tag, rendezvous
+from pyops.parameter_server.messages import (
+    HEADER_BYTES,
+    Fetched,
+    Kind,
+    Reply,
+    Request,
+    Verdict,
+    message,
+)
+from pyops.parameter_server.session import Memory, Room, Session, Tag, rendezvous
 from pyops.parameter_server.vectors import (
     check_model,
     cut,
@@ -143,7 +150,13 @@ class _Line:
         if "error" in answer:
             raise ValueError(answer["error"])
         try:
-            session = Session(self._store, name=name, end=1, room=room if answer["room"] else None)
+            session = Session(
+                self._store,
+                name=name,
+                end=1,
+                room=room if answer["room"] else None,
+                parameters=_opened(answer["parameters"]),
+            )
             if answer["values"]:
                 assert self.values is not None
                 values = self.values().view(-1)
@@ -158,7 +171,7 @@ class _Line:
 
     def _room(self) -> Room | None:
         """One to offer, where there is memory for it."""
-        if not self._shares or not hasattr(os, "memfd_create"):
+        if not self._shares:
             return None
         try:
             return Room.make(self._hello["push_bytes"], self._hello["fetch_bytes"])
@@ -198,13 +211,14 @@ class _Line:
             self.seen = max(self.seen, reply.version)
             return answer
 
-    def fetch(self, request: Request, sizes: Callable[[bool], int]) -> tuple[Tensor, bool]:
-        """Ask for parameters until they come; (the message, whether they are whole)."""
+    def fetch(self, request: Request, sizes: Callable[[bool], int]) -> Fetched:
+        """Ask for parameters until they come."""
         while True:
             session = self.open()
             whole = bool(request.whole) or self._fresh
             answer = session.buffer(Tag.FETCH_REPLY, sizes(whole))
-            asked = replace(request, epoch=self.epoch, whole=int(whole))
+            near = int(session.near)
+            asked = replace(request, epoch=self.epoch, whole=int(whole), near=near)
             try:
                 session.send(asked.write(message()), Tag.FETCH)
                 session.receive(answer, Tag.FETCH_REPLY)
@@ -217,7 +231,7 @@ class _Line:
                 continue
             self._fresh = False
             self.seen = max(self.seen, reply.version)
-            return answer, whole
+            return session.fetched(answer, number=request.sequence, whole=whole)
 
     def leave(self, request: Request, whole: Tensor) -> None:
         """Say goodbye, where there is somebody to hear it, and end."""
@@ -237,6 +251,16 @@ class _Line:
             self._session.close()
         for pool in self._pool:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _opened(address: list[int] | None) -> Tensor | None:
+    """The shard's parameters, where it offers them and they can be opened."""
+    if address is None:
+        return None
+    try:
+        return Memory.open(address).bytes
+    except OSError:  # a sandbox that hides processes from each other, say
+        return None
 
 
 class _AnotherTime(Exception):
@@ -284,7 +308,7 @@ class SessionLinks:
 
     def fetch(
         self, shard: int, request: Request, reply_bytes: Callable[[bool], int]
-    ) -> Future[tuple[Tensor, bool]]:
+    ) -> Future[Fetched]:
         """As of Links."""
         return self.lines[shard].submit(1, self.lines[shard].fetch, request, reply_bytes)
 

@@ -7,13 +7,14 @@ fetch message -> ParameterShard.fetch -> Part.write -> reply with parameters
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pyops.comm.compression.codec import Codec
 from pyops.parameter_server.messages import HEADER_BYTES, Request, Verdict, message
-from pyops.parameter_server.shard import ParameterShard
+from pyops.parameter_server.shard import Loan, ParameterShard
 from pyops.parameter_server.vectors import Part
 
 __all__ = ["Endpoint"]
@@ -27,13 +28,19 @@ class Endpoint:
         push_codec: How pushes are written.
         fetch_codec: How fetches are written: as differences to what the replica has, which is
             kept here, one vector for each session.
+        loan: Of a replica that can read the shard's parameters where they lie.
     """
 
     def __init__(
-        self, shard: ParameterShard, *, push_codec: Codec | None, fetch_codec: Codec | None
+        self,
+        shard: ParameterShard,
+        *,
+        push_codec: Codec | None,
+        fetch_codec: Codec | None,
+        loan: Loan | None = None,
     ) -> None:
         numel, dtype = shard.parameter.numel(), shard.parameter.dtype
-        self.shard = shard
+        self.shard, self.loan = shard, loan
         self.pushes = Part(numel, dtype=dtype, codec=push_codec)
         self.fetches = Part(numel, dtype=dtype, codec=fetch_codec)
         kept = numel if push_codec else 0
@@ -61,6 +68,14 @@ class Endpoint:
             room: Where the message is written: of the bytes of its payload.
         """
         reply, values = self.shard.fetch(request)
+        if (
+            self.loan is not None
+            and request.near
+            and self._sent is None
+            and reply.verdict == Verdict.FETCHED
+        ):
+            self.shard.lend(self.loan, request.sequence)
+            return replace(reply, near=1).write(message())
         entire = bool(request.whole)
         answer = room(self.fetches.whole_bytes if entire else self.fetches.payload_bytes)
         payload = answer[HEADER_BYTES:]

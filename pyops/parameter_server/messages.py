@@ -8,7 +8,7 @@ A message is one tensor of bytes, so that it arrives whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -16,7 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["HEADER_BYTES", "Kind", "Links", "Pending", "Reply", "Request", "Verdict", "message"]
+__all__ = [
+    "HEADER_BYTES",
+    "Fetched",
+    "Kind",
+    "Links",
+    "Pending",
+    "Reply",
+    "Request",
+    "Verdict",
+    "message",
+]
 
 NUMBERS = 16  # of a header
 HEADER_BYTES = 8 * NUMBERS
@@ -78,6 +88,7 @@ class Request:
         seen: The version of the parameters that the gradients of a push saw.
         count: Gradients in a push.
         whole: Of a fetch: whether all numbers are asked for, as they are.
+        near: Of a fetch: whether the replica can read the shard's own memory.
     """
 
     kind: int
@@ -88,6 +99,7 @@ class Request:
     seen: int = 0
     count: int = 0
     whole: int = 0
+    near: int = 0
 
     def write(self, whole: Tensor) -> Tensor:
         """Write the request into a message; returns the message."""
@@ -96,7 +108,7 @@ class Request:
     @classmethod
     def of(cls, whole: Tensor) -> Request:
         """The request of a message. ValueError where it is none."""
-        return cls(*_numbers(whole, 8))
+        return cls(*_numbers(whole, 9))
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class Reply:
         epoch: The start of the shard.
         staleness: Of a push: the version it was applied to, less the version that it saw.
         known: The sequence of the last push of this replica that the shard has counted.
+        near: Of a fetch: whether the parameters are to be read in the shard's own memory.
     """
 
     verdict: int
@@ -116,6 +129,7 @@ class Reply:
     epoch: int = 0
     staleness: int = 0
     known: int = 0
+    near: int = 0
 
     def write(self, whole: Tensor) -> Tensor:
         """Write the reply into a message; returns the message."""
@@ -124,7 +138,28 @@ class Reply:
     @classmethod
     def of(cls, whole: Tensor) -> Reply:
         """The reply of a message. ValueError where it is none."""
-        return cls(*_numbers(whole, 5))
+        return cls(*_numbers(whole, 6))
+
+
+class Fetched:
+    """What a fetch has brought.
+
+    Args:
+        answer: The reply's message.
+        whole: Whether the parameters in it are whole.
+
+    Attributes:
+        reply: The reply.
+    """
+
+    def __init__(self, answer: Tensor, *, whole: bool) -> None:
+        self.reply, self.whole = Reply.of(answer), whole
+        self._payload = answer[HEADER_BYTES:]
+
+    def payloads(self) -> Iterator[Tensor]:
+        """What is to be read, once: the parameters. Where a second one follows, the first was
+        overwritten while it was read, and the second takes its place."""
+        yield self._payload
 
 
 class Pending(Protocol):
@@ -163,7 +198,7 @@ class Links(Protocol):
         ...
 
     def fetch(self, shard: int, request: Request, reply_bytes: Callable[[bool], int]) -> Pending:
-        """Begin a fetch. The result is (message, whether the parameters in it are whole).
+        """Begin a fetch. The result is a Fetched.
 
         Args:
             shard: Which one.

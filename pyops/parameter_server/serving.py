@@ -29,7 +29,7 @@ from pyops.failure import CommunicationError
 from pyops.parameter_server.config import ShardConfig, check_number
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import Room, Session, Tag, rendezvous
+from pyops.parameter_server.session import LOADS_IN_ORDER, Memory, Room, Session, Tag, rendezvous
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
 
@@ -212,6 +212,7 @@ class _Serving:
         (self._shard, self._shards), self._server = place, server
         self._changed = threading.Condition()
         self._held: ParameterShard | None = None
+        self._memory: Memory | None = None  # in which its parameters lie
         self._digest: str | None = None
         self._replicas: list[_Replica] = []
         self._joined = 0
@@ -232,9 +233,7 @@ class _Serving:
         if state is not None:
             self._digest = state["digest"]
             values = state["parameters"]
-            self._held = ParameterShard(
-                len(values), self._optimizer, config=self._config, dtype=values.dtype
-            )
+            self._held = self._hold(len(values), values.dtype)
             self._held.load_state_dict(state, restarted=True)
             self._held.epoch = self._epoch
         self._store.set(f"{self._shard}/epoch", str(self._epoch))
@@ -267,6 +266,18 @@ class _Serving:
                 replica.session.close()
         with self._changed:
             self._save()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _hold(self, numel: int, dtype: torch.dtype) -> ParameterShard:
+        """A new shard, in memory that replicas of this host can read."""
+        values = None
+        with contextlib.suppress(OSError):
+            self._memory = Memory.make("pyops-shard", numel * dtype.itemsize)
+            values = self._memory.bytes.view(dtype)
+        return ParameterShard(
+            numel, self._optimizer, config=self._config, dtype=dtype, memory=values
+        )
 
     def report(self) -> ShardReport:
         """How it ended."""
@@ -319,9 +330,7 @@ class _Serving:
         dtype = {"float32": torch.float32, "float64": torch.float64}[hello["dtype"]]
         with self._changed:
             if self._held is None:
-                self._held = ParameterShard(
-                    hello["numel"], self._optimizer, config=self._config, dtype=dtype
-                )
+                self._held = self._hold(hello["numel"], dtype)
                 self._held.epoch, self._digest = self._epoch, hello["digest"]
             held = self._held
             member = held.join(hello["worker"], hello["incarnation"])
@@ -336,10 +345,12 @@ class _Serving:
             self._replicas.append(replica)
             self._changed.notify_all()
         end = Endpoint(held, push_codec=codecs[0], fetch_codec=codecs[1])
-        room = _room_of(hello, end)
+        end.loan = room = _room_of(hello, end)
         talk = (replica, end, name, wants, room)
         threading.Thread(target=self._talk, args=talk, daemon=True).start()
-        return {"values": wants, "room": room is not None}
+        offers = room is not None and self._memory is not None and LOADS_IN_ORDER
+        address = self._memory.address if self._memory is not None and offers else None
+        return {"values": wants, "room": room is not None, "parameters": address}
 
     # sessions
 

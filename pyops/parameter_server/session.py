@@ -9,6 +9,9 @@ their headers travel.
     room       | header, push | header, parameters |    each written by one end, read by the other
     Gloo         header -->     <-- header              says that the message in the room is whole
 
+A shard's parameters lie in such memory, too, and are read there. Before they change, the shard
+copies them into the room of each replica that may still be reading.
+
 Sessions find each other in a torch.distributed store, which a process that outlives them serves.
 Neither the store nor Gloo asks who connects: let both listen on private addresses only.
 """
@@ -19,6 +22,8 @@ import contextlib
 import datetime
 import mmap
 import os
+import platform
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -26,13 +31,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.parameter_server.messages import HEADER_BYTES, message
+from pyops.parameter_server.messages import HEADER_BYTES, Fetched, Reply, message
 from pyops.torch_private import another_connection
 
-__all__ = ["Room", "Session", "Tag", "own_connection", "rendezvous"]
+__all__ = [
+    "LOADS_IN_ORDER",
+    "LentParameters",
+    "Memory",
+    "Room",
+    "Session",
+    "Tag",
+    "own_connection",
+    "rendezvous",
+]
 
 OPENING = 20.0  # seconds that one end waits for the other
 FOREVER = 365 * 86400.0
+LINE_BYTES = 64  # of a cache
+COPIED, READ = 0, 1  # numbers of a room's last line
+# A replica reads parameters and only then whether they were copied, which holds where the processor
+# keeps the order of loads and of stores, as the memory model of x86 does.
+LOADS_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
 class Tag(IntEnum):
@@ -59,62 +78,143 @@ def rendezvous(store: dist.Store) -> dist.Store:
     return dist.PrefixStore("pyops/parameter_server", own_connection(store))
 
 
-class Room:
-    """Memory of both ends of a session: a file without a name, which ends with the processes that
-    have it. One end makes it, the other opens its `address`.
+class Memory:
+    """Bytes that processes of one host map: a file without a name, which ends with the processes
+    that have it. One makes it, others open its `address`.
 
     Args:
         file: Its number in this process.
-        push_bytes: Of the payload of a push.
-        fetch_bytes: Of the payload of a fetch's answer.
 
-    Raises:
-        OSError: The file is of another size than both payloads ask for, or can't be mapped.
+    Attributes:
+        bytes: All of it, uint8.
     """
 
-    def __init__(self, file: int, push_bytes: int, fetch_bytes: int) -> None:
-        sizes = [HEADER_BYTES + _whole_lines(size) for size in (push_bytes, fetch_bytes)]
+    def __init__(self, file: int) -> None:
         self._file = file
-        if os.fstat(file).st_size != sum(sizes):
-            raise OSError(f"a room of {os.fstat(file).st_size} bytes for messages of {sizes}")
-        whole = torch.frombuffer(mmap.mmap(file, sum(sizes)), dtype=torch.uint8)
-        self.pushes, self.fetches = whole[: sizes[0]], whole[sizes[0] :]
+        mapped = mmap.mmap(file, os.fstat(file).st_size)
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     @classmethod
-    def make(cls, push_bytes: int, fetch_bytes: int) -> Room:
-        """A new one. OSError where there is no memory for it."""
-        file = os.memfd_create("pyops-session", os.MFD_CLOEXEC)
+    def make(cls, name: str, size: int) -> Memory:
+        """New bytes, all 0. OSError where there is no memory for them."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError("files without a name are Linux's")
+        file = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            size = 2 * HEADER_BYTES + _whole_lines(push_bytes) + _whole_lines(fetch_bytes)
             os.posix_fallocate(file, 0, size)
-            return cls(file, push_bytes, fetch_bytes)
+            return cls(file)
         except OSError:
             os.close(file)
             raise
 
     @property
     def address(self) -> list[int]:
-        """What the other end opens it by."""
+        """What another process opens it by."""
         return [os.getpid(), self._file]
 
     @classmethod
-    def open(cls, address: list[int], push_bytes: int, fetch_bytes: int) -> Room:
-        """That of the other end, on the same host. OSError where it can't be opened."""
+    def open(cls, address: list[int]) -> Memory:
+        """That of another process, on the same host. OSError where it can't be opened."""
         process, number = map(int, address)
         file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(file, push_bytes, fetch_bytes)
+            return cls(file)
         finally:
             os.close(file)
 
     def close(self) -> None:
-        """Close the file: nobody can open the room any more. Its memory stays."""
+        """Close the file: nobody can open it any more. The bytes stay."""
         os.close(self._file)
+
+
+class Room:
+    """Memory of both ends of a session. The replica makes it, the shard opens its `address`.
+
+    Args:
+        memory: The bytes.
+        push_bytes: Of the payload of a push.
+        fetch_bytes: Of the payload of a fetch's answer.
+
+    Raises:
+        OSError: The memory is of another size than both payloads ask for.
+    """
+
+    def __init__(self, memory: Memory, push_bytes: int, fetch_bytes: int) -> None:
+        sizes = _sizes(push_bytes, fetch_bytes)
+        if len(memory.bytes) != sum(sizes):
+            raise OSError(f"a room of {len(memory.bytes)} bytes for messages of {sizes[:2]}")
+        self._memory, self._fetch_bytes = memory, fetch_bytes
+        parts: list[Tensor] = list(memory.bytes.split(sizes))
+        self.pushes, self.fetches = parts[:2]
+        self._numbers = parts[2].view(torch.int64)
+
+    @classmethod
+    def make(cls, push_bytes: int, fetch_bytes: int) -> Room:
+        """A new one. OSError where there is no memory for it."""
+        memory = Memory.make("pyops-session", sum(_sizes(push_bytes, fetch_bytes)))
+        return cls(memory, push_bytes, fetch_bytes)
+
+    @property
+    def address(self) -> list[int]:
+        """What the other end opens it by."""
+        return self._memory.address
+
+    @classmethod
+    def open(cls, address: list[int], push_bytes: int, fetch_bytes: int) -> Room:
+        """That of the other end, on the same host. OSError where it can't be opened."""
+        return cls(Memory.open(address), push_bytes, fetch_bytes)
+
+    def close(self) -> None:
+        """Close the file: nobody can open the room any more. Its memory stays."""
+        self._memory.close()
+
+    # The two numbers of a fetch whose parameters are read where they lie. Each end writes one and
+    # then reads the other, as in Dekker's algorithm, and neither waits.
+
+    def settle(self, number: int, values: Tensor) -> None:
+        """The shard's end, before its parameters change: copy them, unless fetch `number` has been
+        read."""
+        if int(self._numbers[READ]) != number:
+            payload = self.fetches[HEADER_BYTES : HEADER_BYTES + self._fetch_bytes]
+            payload.view(values.dtype).copy_(values)
+            self._numbers[COPIED] = number
+
+    def lent(self, number: int, parameters: Tensor) -> Iterator[Tensor]:
+        """The replica's end: what fetch `number` is to read, and its copy where the parameters may
+        have changed meanwhile."""
+        yield parameters
+        if int(self._numbers[COPIED]) == number:
+            yield self.fetches[HEADER_BYTES : HEADER_BYTES + self._fetch_bytes]
+        self._numbers[READ] = number
+
+
+class LentParameters(Fetched):
+    """Parameters that are read in the shard's memory.
+
+    Args:
+        answer: The reply's message.
+        number: Of the fetch.
+        room: Where the copy lies, if one is made.
+        parameters: The shard's, as bytes.
+    """
+
+    def __init__(self, answer: Tensor, *, number: int, room: Room, parameters: Tensor) -> None:
+        super().__init__(answer, whole=True)
+        self._number, self._room, self._parameters = number, room, parameters
+
+    def payloads(self) -> Iterator[Tensor]:
+        """The parameters, and the copy where they have changed meanwhile."""
+        yield from self._room.lent(self._number, self._parameters)
+
+
+def _sizes(push_bytes: int, fetch_bytes: int) -> list[int]:
+    """Bytes of a room's parts: both messages, and a line of numbers."""
+    return [*(HEADER_BYTES + _whole_lines(size) for size in (push_bytes, fetch_bytes)), LINE_BYTES]
 
 
 def _whole_lines(size: int) -> int:
     """Rounded up to whole lines of a cache."""
-    return -(-size // 64) * 64
+    return -(-size // LINE_BYTES) * LINE_BYTES
 
 
 class Session:
@@ -125,10 +225,20 @@ class Session:
         name: Of the session, another one each time.
         end: 0 for the shard, 1 for the replica.
         room: Memory of both ends; None: messages travel whole.
+        parameters: The shard's, as bytes, where the replica can read them; needs a room.
     """
 
-    def __init__(self, store: dist.Store, *, name: str, end: int, room: Room | None = None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        name: str,
+        end: int,
+        room: Room | None = None,
+        parameters: Tensor | None = None,
+    ) -> None:
         self._other = 1 - end
+        self._room, self._parameters = room, parameters
         self._rooms = {} if room is None else {Tag.PUSH: room.pushes, Tag.FETCH_REPLY: room.fetches}
         timeout = datetime.timedelta(seconds=OPENING)
         place = dist.PrefixStore(name, own_connection(store))
@@ -140,6 +250,19 @@ class Session:
         if tag in self._rooms:
             return self._rooms[tag][: HEADER_BYTES + payload_bytes]
         return message(payload_bytes)
+
+    @property
+    def near(self) -> bool:
+        """Whether this replica reads the shard's parameters where they lie."""
+        return self._room is not None and self._parameters is not None
+
+    def fetched(self, answer: Tensor, *, number: int, whole: bool) -> Fetched:
+        """What the answer to fetch `number` has brought."""
+        if not Reply.of(answer).near:
+            return Fetched(answer, whole=whole)
+        assert self._room is not None
+        assert self._parameters is not None
+        return LentParameters(answer, number=number, room=self._room, parameters=self._parameters)
 
     def send(self, whole: Tensor, tag: Tag) -> None:
         """Send a message, and wait until it is on its way."""

@@ -12,7 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from pyops.parameter_server.config import ShardConfig
 from pyops.parameter_server.messages import Kind, Reply, Request, Verdict
 from pyops.parameter_server.vectors import all_finite
 
-__all__ = ["Counts", "MakeOptimizer", "Member", "ParameterShard", "check_optimizer"]
+__all__ = ["Counts", "Loan", "MakeOptimizer", "Member", "ParameterShard", "check_optimizer"]
 
 MakeOptimizer = Callable[[nn.Parameter], Optimizer]
 BY_NORMS = (LAMB, LARS, Adafactor)
@@ -74,6 +74,19 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
+class Loan(Protocol):
+    """Parameters that a replica reads where they lie."""
+
+    def settle(self, number: int, values: Tensor) -> None:
+        """The parameters are about to change: keep a copy, unless they are read already.
+
+        Args:
+            number: Of the fetch.
+            values: The parameters.
+        """
+        ...
+
+
 class ParameterShard:
     """One part of the parameters.
 
@@ -83,6 +96,7 @@ class ParameterShard:
             `lambda flat: pyops.optim.Adagrad([flat], lr=0.01)`.
         config: When it answers, what it applies, and what it keeps.
         dtype: fp32 or fp64.
+        memory: Where the parameters lie, [numel] of zeros; None: in memory of their own.
 
     Attributes:
         version: Of the parameters: grows with every push that is applied, and never goes back.
@@ -102,10 +116,12 @@ class ParameterShard:
         *,
         config: ShardConfig | None = None,
         dtype: torch.dtype = torch.float32,
+        memory: Tensor | None = None,
     ) -> None:
         self.config = config or ShardConfig()
-        flat = torch.zeros(numel, dtype=dtype, device="cpu")
+        flat = torch.zeros(numel, dtype=dtype, device="cpu") if memory is None else memory
         self.parameter = nn.Parameter(flat)
+        self._loans: dict[Loan, int] = {}
         self.optimizer = optimizer(self.parameter)
         check_optimizer(self.optimizer)
         self.initialized = False
@@ -258,6 +274,7 @@ class ParameterShard:
         return self._reply(Verdict.APPLIED, request, staleness)
 
     def _apply(self, gradient: Tensor, staleness: int) -> None:
+        self._settle()
         self.parameter.grad = gradient
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if self.config.rate_by_staleness:
@@ -284,6 +301,20 @@ class ParameterShard:
         verdict = Verdict.FETCHED if outdated is None else outdated
         return self._reply(verdict, request), self.parameter.detach()
 
+    def lend(self, loan: Loan, number: int) -> None:
+        """A fetch's parameters are read where they lie: `loan` is settled before they change.
+
+        Args:
+            loan: Of the replica's session, which has one fetch at a time.
+            number: Of the fetch.
+        """
+        self._loans[loan] = number
+
+    def _settle(self) -> None:
+        loans, self._loans = self._loans, {}
+        for loan, number in loans.items():
+            loan.settle(number, self.parameter.detach())
+
     # state
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,6 +338,7 @@ class ParameterShard:
             optimizer: The optimizer's state.
             applied: How many pushes were applied, as `warm_start` counts them.
         """
+        self._settle()
         with torch.no_grad():
             self.parameter.copy_(values)
         self.optimizer.load_state_dict(optimizer)

@@ -90,11 +90,15 @@ def cut(model: nn.Module, *, shards: int) -> list[int]:
 
 
 def all_finite(numbers: Tensor) -> bool:
-    """Whether no number is nan or infinite, by one pass over them.
+    """Whether no number is nan or infinite.
 
     Args:
         numbers: One or more.
     """
+    # A sum takes about two thirds of the time of a minimum and a maximum. It is nan or infinite
+    # where a number is, and where large numbers overflow.
+    if bool(numbers.sum().isfinite()):
+        return True
     low, high = numbers.aminmax()  # nan where there is one
     return bool(low.isfinite() & high.isfinite())
 

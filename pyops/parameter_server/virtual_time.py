@@ -25,7 +25,7 @@ from pyops.flat import FlatBuffer
 from pyops.parameter_server.client import Client
 from pyops.parameter_server.config import DownpourConfig, ShardConfig
 from pyops.parameter_server.endpoint import Endpoint
-from pyops.parameter_server.messages import HEADER_BYTES, Kind, Request, message
+from pyops.parameter_server.messages import HEADER_BYTES, Fetched, Kind, Request, message
 from pyops.parameter_server.shard import MakeOptimizer, ParameterShard
 from pyops.parameter_server.vectors import check_model, cut, named_parameters
 
@@ -158,9 +158,9 @@ class _VirtualLinks:
         return self._ask(shard, request, len(whole), serve)
 
     def fetch(self, shard: int, request: Request, reply_bytes: Callable[[bool], int]) -> _Pending:
-        def serve(request: Request) -> tuple[tuple[Tensor, bool], int]:
+        def serve(request: Request) -> tuple[Fetched, int]:
             answer = self._ends[shard].fetch(request)
-            return (answer, bool(request.whole)), len(answer)
+            return Fetched(answer, whole=bool(request.whole)), len(answer)
 
         return self._ask(shard, request, HEADER_BYTES, serve)
 

@@ -22,6 +22,7 @@ from pyops.parameter_server import (
     serve,
 )
 from pyops.parameter_server.messages import Kind, Verdict
+from pyops.parameter_server.vectors import all_finite
 from tests.parameter_server.replicas import adagrad, gradient, model, sgd
 from tests.parameter_server.shard_threads import tcp_store
 
@@ -183,3 +184,13 @@ def test_a_state_goes_on_bit_for_bit_and_that_of_another_model_is_refused():
     assert again.version == 3 + 7
     with pytest.raises(ValueError, match=r"the state has \(5,\) parameters .* this shard \(6,\)"):
         ParameterShard(6, adagrad(0.1)).load_state_dict(shard.state_dict())
+
+
+def test_numbers_are_finite_though_their_sum_is_not():
+    large = torch.full((64,), 3e38)
+    assert not large.sum().isfinite()
+    assert all_finite(large)
+    large[:32] *= -1
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        assert not all_finite(torch.cat([large, torch.tensor([bad])]))
+    assert not all_finite(torch.tensor([float("inf"), float("-inf")]))
