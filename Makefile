@@ -1,7 +1,8 @@
 # For people: each target does all of its set-up on a machine that has python3 >= 3.10 and a C++ compiler.
 #   make train   build, then train a GPT on the Python standard library's sources over two processes
 #   make test    build, then run the tests, in one process more than there are cores; make test-full runs the grids whose cut stands among them
-#   make cluster  build, then run the tests that start real launchers: mpirun, torchrun, Slurm from packages of apt
+#   make cluster  build, then run the tests that start real launchers: mpirun, torchrun, Slurm from packages of apt; make cluster-full kills their
+#                ranks, and runs the suite's tests of collectives, data parallelism and ZeRO over MPI
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff, mypy and clang-format
 #   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
@@ -33,7 +34,7 @@ WORKERS  ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) 
 PARALLEL ?= -n $(WORKERS) --dist loadfile
 SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test test-full cluster bench lint docs wheel rehearse race gpu clean
+.PHONY: train test test-full cluster cluster-full bench lint docs wheel rehearse race gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -49,6 +50,12 @@ test-full: $(VENV)/.built
 
 cluster: $(VENV)/.cluster
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m "cluster and not full"
+
+# With mpirun's pools of ranks, whoever starts them: the tests of collectives, data parallelism, compression and ZeRO of the suite.
+cluster-full: $(VENV)/.cluster
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m "cluster and full"
+	PATH="$(abspath $(BIN)):$$PATH" PYOPS_TEST_WORLD=mpi $(BIN)/python -m pytest tests/comm tests/test_data_parallel.py \
+		tests/test_data_parallel_codec.py tests/zero
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pyops bench

@@ -270,16 +270,19 @@ def _observed(case: Case, row: Row) -> Mapping[str, Any]:
 
 
 def format_row(row: Row) -> str:
-    """One line for a terminal: ours, then each rival with the speed-up over it, and whether the
-    target was met."""
-    ours, *rivals = row["us"]
-    low, middle, high = row["us"][ours]
-    line = f"{row['case']:<52} {middle:>10.1f} us ({low:.1f}-{high:.1f})"
+    """One line for a terminal: ours, where there are times, then each rival with the speed-up over
+    it, and whether the target was met."""
+    names = list(row["us"])
+    ours, rivals = names[:1], names[1:]
+    line = f"{row['case']:<52}"
+    for name in ours:  # none in a row of losses, say
+        low, middle, high = row["us"][name]
+        line += f" {middle:>10.1f} us ({low:.1f}-{high:.1f})"
     if "gb_per_s" in row:
         line += f" {row['gb_per_s']:6.1f} GB/s {row['percent_of_copy']:5.1f} % of copy"
     if "tflop_per_s" in row:
         line += (
-            f" {row['tflop_per_s'][ours]:6.1f} TFLOP/s {row['percent_of_matmul']:5.1f} % of "
+            f" {row['tflop_per_s'][ours[0]]:6.1f} TFLOP/s {row['percent_of_matmul']:5.1f} % of "
             "a product"
         )
     for name in rivals:

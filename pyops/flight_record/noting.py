@@ -33,12 +33,17 @@ __all__ = [
     "waiting",
 ]
 
-_inside = threading.local()
+
+class _Inside(threading.local):
+    depth = 0  # how many calls that are noted, or need not be, this thread is within
+
+
+_inside = _Inside()
 
 
 def inside() -> bool:
     """Whether this thread is within a call that is already noted."""
-    return getattr(_inside, "depth", 0) > 0
+    return _inside.depth > 0
 
 
 class entered:
@@ -51,7 +56,7 @@ class entered:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        _inside.depth = getattr(_inside, "depth", 0) + 1
+        _inside.depth += 1
 
     def __exit__(self, *_: object) -> None:
         _inside.depth -= 1
@@ -143,6 +148,11 @@ def _named(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def begin_in(
     group: dist.ProcessGroup,
     op: str,
@@ -167,8 +177,8 @@ def begin_in(
     return _active.begin(
         op,
         group=name,
-        nbytes=0 if tensor is None else tensor.numel() * tensor.element_size(),
-        dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        nbytes=0 if tensor is None else tensor.nbytes,
+        dtype="" if tensor is None else _dtype_name(tensor.dtype),
         peer=peer if peer < 0 else name[1][peer],
         label=label,
         frame=frame,
@@ -229,7 +239,7 @@ def message(group: dist.ProcessGroup, op: str, *, peer: int, label: str = "") ->
     index = begin_in(group, op, tensor=None, frame=frame, peer=peer, label=label)
     failed = True
     try:
-        with entered(), waiting(record):
+        with waiting(record):
             yield
         failed = False
     finally:
@@ -237,27 +247,35 @@ def message(group: dist.ProcessGroup, op: str, *, peer: int, label: str = "") ->
 
 
 class waiting:
-    """Count the time of the block as waited, where it is the program's own thread that waits."""
+    """Within the block, this thread waits in a call that is noted: what it calls is not noted by
+    itself, and where it is the program's own thread, its time counts as waited.
+
+    Args:
+        record: Where the call is noted; None: nowhere, and the block is like any other.
+    """
 
     __slots__ = ("_begun", "_record")
 
     def __init__(self, record: FlightRecord | None) -> None:
-        own = record is not None and threading.get_ident() == record.thread
-        self._record, self._begun = record if own else None, 0.0
+        self._record, self._begun = record, -1.0
 
     def __enter__(self) -> None:
         if (record := self._record) is None:
             return
-        self._begun = time.monotonic()
-        if record.on_wait is not None:
-            record.on_wait(True)
+        _inside.depth += 1
+        if threading.get_ident() == record.thread:
+            self._begun = time.monotonic()
+            if record.on_wait is not None:
+                record.on_wait(True)
 
     def __exit__(self, *_: object) -> None:
         if (record := self._record) is None:
             return
-        record.waited += time.monotonic() - self._begun
-        if record.on_wait is not None:
-            record.on_wait(False)
+        _inside.depth -= 1
+        if self._begun >= 0.0:
+            record.waited += time.monotonic() - self._begun
+            if record.on_wait is not None:
+                record.on_wait(False)
 
 
 def run_noted(
@@ -273,7 +291,7 @@ def run_noted(
         tensor: Whose device counts.
     """
     try:
-        with entered(), waiting(record):
+        with waiting(record):
             found = call()
     except BaseException:
         record.finish(index, failed=True)

@@ -48,6 +48,8 @@ def test_a_row_has_what_a_table_needs():
     assert json.loads(json.dumps(row)) == row
     assert "a case" in harness.format_row(row)
     assert "meets" in harness.format_row(row)
+    without_times = row | {"us": {}, "speedup": {}, "targets": {}}
+    assert "a case" in harness.format_row(without_times)
 
 
 def test_a_wrong_result_is_not_timed():

@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -78,6 +79,12 @@ def _of_torch(rank: int, group: Any) -> None:
         out = torch.empty(6 * size, dtype=dtype)
         dist.all_gather_into_tensor(out, own(rank, dtype))
         assert torch.equal(out, torch.cat(each))
+        for place in (rank, size - 1 - rank):  # of this rank's values within the output
+            out = torch.cat(
+                [own(rank, dtype) if r == place else own(r + 1, dtype) for r in range(size)]
+            )
+            dist.all_gather_into_tensor(out, out[6 * place : 6 * place + 6])
+            assert torch.equal(out, torch.cat(each)), (dtype, place)
         part = torch.empty(6, dtype=dtype)
         dist.reduce_scatter_tensor(part, torch.cat([own(rank, dtype)] * size))
         assert torch.equal(part, total)
@@ -133,6 +140,24 @@ def _others_of_torch(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_collectives_of_torch(ranks, size):
     ranks(size).run(_of_torch, timeout=120)
+
+
+def _late_messages(rank: int, group: Any) -> list[float]:
+    """A receive that is given up leaves its memory alone and takes no later message."""
+    given_up, came = torch.zeros(1), torch.zeros(1)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"no message within 0\.01 seconds"):
+            group.recv([given_up], 0, 7).wait(timedelta(seconds=0.01))
+    dist.barrier()
+    if rank == 0:
+        dist.send(torch.ones(1), 1, tag=7)
+    else:
+        dist.recv(came, 0, tag=7)
+    return [given_up.item(), came.item()]
+
+
+def test_a_receive_with_a_limit_is_given_up(ranks):
+    assert ranks(2).run(_late_messages, timeout=60)[1] == [0, 1]
 
 
 def _of_pyops(rank: int, group: Any) -> list[torch.Tensor]:

@@ -85,19 +85,31 @@ class _Options:
 class _Request:
     """A send or a receive that has begun."""
 
-    def __init__(self, request: Any, tensor: Tensor, into: Tensor | None = None) -> None:
+    def __init__(
+        self, request: Any, tensor: Tensor, *, receives: bool = False, into: Tensor | None = None
+    ) -> None:
         self._request, self._tensor, self._into = request, tensor, into
-        self._source = -1
+        self._receives, self._source = receives, -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._request is not None:
             status = _status()
-            finished(self._request, status)
+            seconds = None if timeout is None else timeout.total_seconds()
+            if not finished(self._request, status, seconds=seconds) and not self._came(status):
+                raise RuntimeError(f"no message within {seconds:g} seconds")
             self._source = status.Get_source()
             self._request = None
             if self._into is not None:
                 self._into.copy_(self._tensor.view(self._into.shape))
         return True
+
+    def _came(self, status: Any) -> bool:
+        """Give a receive up, whose memory MPI must not write to any more; whether the message came
+        after all."""
+        if self._receives:
+            self._request.Cancel()
+            finished(self._request, status)
+        return self._receives and not status.Is_cancelled()
 
     def is_completed(self) -> bool:
         return self._request is None or (self._request.Test() and self.wait())
@@ -232,8 +244,15 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return finished_work(tensors)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        flat = output.contiguous()
-        self._call("Allgather", as_bytes(tensor.contiguous()), as_bytes(flat))
+        flat, own = output.contiguous(), tensor.contiguous()
+        in_its_place = own.data_ptr() == flat.data_ptr() + self.rank() * own.nbytes  # FSDP2's
+        if (
+            not in_its_place
+            and own.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        ):
+            own = own.clone()  # MPI lets no operands overlap
+        given = in_place() if in_its_place else as_bytes(own)
+        self._call("Allgather", given, as_bytes(flat))
         copy_back(flat, output)
         return finished_work([output])
 
@@ -367,7 +386,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Begin to receive from a rank."""
         flat = tensors[0].contiguous()
         into = None if flat is tensors[0] else tensors[0]
-        return _Request(received(self._comm, flat, peer, tag), flat, into)
+        return _Request(received(self._comm, flat, peer, tag), flat, receives=True, into=into)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Begin to receive from any rank."""

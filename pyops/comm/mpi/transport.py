@@ -57,22 +57,30 @@ def shares_cores(environment: Mapping[str, str], cores: int) -> bool:
 YIELDS = shares_cores(os.environ, len(os.sched_getaffinity(0)))
 
 
-def finished(request: Any, status: Any = None) -> None:
+def finished(request: Any, status: Any = None, *, seconds: float | None = None) -> bool:
     """Wait for a request of mpi4py.
 
     Args:
         request: The request.
         status: Gets the source of a message, where given.
+        seconds: How long to wait at most; None: without a limit.
+
+    Returns:
+        Whether it has ended.
     """
-    if not YIELDS:
+    if not YIELDS and seconds is None:
         request.Wait(status)
-        return
+        return True
+    end = None if seconds is None else time.monotonic() + seconds
     looks, pause = 0, PAUSES[0]
     while not request.Test(status):
+        if end is not None and time.monotonic() > end:
+            return False
         looks += 1
         if looks > LOOKS:
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
+    return True
 
 
 def as_bytes(tensor: Tensor) -> Any:
