@@ -31,6 +31,7 @@ SIZES = (4096, 1 << 20)  # bytes
 TABLE_WIDTH = 512  # bytes that a table takes between ranks
 CLEARLY = 0.5
 _REPEATS = 8
+_BUDGET = 0.1  # seconds of timed turns, after which no other begins: slow links need no repeats
 
 
 @dataclass(frozen=True)
@@ -60,26 +61,40 @@ def _time(run: Callable[[Tensor], None], tensor: Tensor) -> float:
 def measure(
     candidates: Mapping[str, Callable[[Tensor], None]], *, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    """Time each candidate at both sizes. A collective when the candidates are: all ranks call it
-    with the same names.
+    """Time each candidate at both sizes. A collective when the candidates are, which are
+    all-reduces: all ranks call it with the same names.
 
     In turn, and the least of a few runs, because what disturbs a run only makes it longer; the
-    first turn warms up.
+    first turn warms up. Turns end early, on all ranks alike, where the timed ones take long.
     """
     tensors = [
         torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device) for nbytes in SIZES
     ]
     seconds = {name: [float("inf")] * len(SIZES) for name in candidates}
+    spent = 0.0
     for turn in range(_REPEATS + 1):
         for name, run in candidates.items():
             for i, tensor in enumerate(tensors):
                 once = _time(run, tensor)
-                seconds[name][i] = min(seconds[name][i], once) if turn else seconds[name][i]
+                if turn:
+                    seconds[name][i] = min(seconds[name][i], once)
+                    spent += once
+        if turn and _on_any_rank(spent > _BUDGET, candidates, like=tensors[0]):
+            break
     table = {}
     for name, (small, large) in seconds.items():
         per_byte = max(0.0, (large - small) / (SIZES[1] - SIZES[0]))
         table[name] = Cost(max(0.0, small - per_byte * SIZES[0]), per_byte)
     return table
+
+
+def _on_any_rank(
+    value: bool, candidates: Mapping[str, Callable[[Tensor], None]], *, like: Tensor
+) -> bool:
+    """Whether `value` holds on a rank, by an all-reduce of the first candidate."""
+    flags = torch.full_like(like, value)
+    next(iter(candidates.values()))(flags)
+    return bool(flags.any())
 
 
 def fastest(table: Table, *, nbytes: int) -> str:

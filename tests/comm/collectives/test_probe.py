@@ -52,6 +52,30 @@ def test_a_line_goes_through_both_timings(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+@pytest.mark.parametrize("slow", ["this rank", "another rank", "no rank"])
+def test_turns_end_early_where_they_take_long_on_a_rank(slow: str, monkeypatch: pytest.MonkeyPatch):
+    def timed(run, tensor: torch.Tensor) -> float:
+        run(tensor)
+        large = tensor.numel() * tensor.element_size() == 1 << 20
+        return 0.09 if large and slow == "this rank" else 1e-6
+
+    sizes, told = [], []
+
+    def reduces(tensor: torch.Tensor) -> None:
+        sizes.append(tensor.numel() * tensor.element_size())
+        told.append(bool(tensor.any()))
+        if slow == "another rank" and len(sizes) == 9:
+            tensor += 1  # its flag, after two turns of two candidates at two sizes
+
+    monkeypatch.setattr(probe, "_time", timed)
+    runners = {"a": reduces, "b": reduces}
+    probe.measure(runners, dtype=torch.float32, device=torch.device("cpu"))
+    assert sum(told) == (slow == "this rank"), "the other ranks hear of it"
+    turns = 9 if slow == "no rank" else 2
+    assert sizes.count(1 << 20) == 2 * turns
+    assert sizes.count(4096) == 2 * turns + turns - 1
+
+
 def test_a_table_goes_round_unchanged_and_fits():
     table = {
         name: Cost(1.2345678901234567e-05, 1.2345678901234567e-10)
