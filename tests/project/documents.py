@@ -55,7 +55,7 @@ __all__ = [
     "programs_of",
 ]
 
-TIMEOUT = 30.0  # seconds that a program may take for each of its ranks: they share the cores
+TIMEOUT = 120.0  # seconds that a program may take for each of its ranks: they share the cores
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
     r"^    (?:python|torchrun --standalone --nproc-per-node (\d+)) (\w+\.py)$", re.MULTILINE
