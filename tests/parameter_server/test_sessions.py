@@ -107,7 +107,7 @@ def test_an_old_incarnation_is_refused_by_number():
 
 def test_a_replica_without_a_sign_of_life_is_lost_and_holds_up_nobody():
     config = ShardConfig(max_staleness=0)
-    with served(sgd(0.05), config=config, server=ServerConfig(lease=0.4)) as shards:
+    with served(sgd(0.05), config=config, server=ServerConfig(lease=2.0)) as shards:
         silent = connect(model(), shards.store, worker=1, patience=ConnectConfig(beat_every=1000.0))
         replica(shards.store, 0, 4, config=DownpourConfig(fetch_delay=0))
         silent.links.abandon()
