@@ -168,8 +168,10 @@ class Room:
         """Close the file: nobody can open the room any more. Its memory stays."""
         self._memory.close()
 
-    # The two numbers of a fetch whose parameters are read where they lie. Each end writes one and
-    # then reads the other, as in Dekker's algorithm, and neither waits.
+    # The two numbers of a fetch whose parameters are read where they lie; neither end waits.
+    #     shard      looks at READ, copies, writes COPIED, changes the parameters
+    #     replica    reads the parameters, looks at COPIED, reads the copy, writes READ
+    # A replica that has seen a changed number sees COPIED, which was written before it.
 
     def settle(self, number: int, values: Tensor) -> None:
         """The shard's end, before its parameters change: copy them, unless fetch `number` has been
