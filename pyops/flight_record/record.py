@@ -53,6 +53,7 @@ class FlightRecord:
         log: What its entries are noted in.
         run: Runs a call that was begun: the runner of `log`.
         waited: Seconds that the thread which made this spent within collectives so far.
+        thread: The number of that thread.
         on_wait: Called with True where that thread begins to wait, and with False where it ends.
         oldest: When the oldest call that has not ended began, by time.monotonic; None: there is
             none.
@@ -68,6 +69,7 @@ class FlightRecord:
             raise ValueError(f"entries is {entries}; give 1 or more")
         self.folder, self.rank, self.size = Path(folder), rank, size
         self.path = self.folder / f"rank{rank}.flight"
+        self.thread = threading.get_ident()
         self._lock = threading.Lock()
         self._groups: dict[str, int] = {}
         self.folder.mkdir(parents=True, exist_ok=True)

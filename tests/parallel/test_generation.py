@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, PipelineOptions, Trainer, parallelize
-from pyops.parallel import trainer as trainer_module
-from pyops.parallel.generation import CACHE_NAMES
+from pyops.parallel.generation import CACHE_NAMES, GenerationOptions
 from pyops.zero import ZeroConfig
 from tests.grids import full
 from tests.parallel.tiny_transformers import VOCAB, make_model
@@ -177,7 +176,7 @@ def test_refusals():
         assert all(word in str(caught.value) for word in words), caught.value
     with pytest.raises(ValueError, match="BertForMaskedLM"):
         trainer_of("bert", ParallelPlan()).generate(prompt())
-    assert trainer_module.GenerationOptions().max_new_tokens == 20
+    assert GenerationOptions().max_new_tokens == 20
 
 
 def answered(rank: int, group: object, plan: ParallelPlan) -> list[Tensor]:

@@ -10,11 +10,9 @@ the same rows.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ from torch import Tensor, nn
 from pyops import checkpoint
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.mesh import ALONE, Mesh, ProcessGroupLike
-from pyops.parallel.dropout.keyed_dropout import set_keyed_dropout
-from pyops.parallel.fused_head import LABELS, FusedHead
 from pyops.parallel.generation import (
     CACHE_NAMES,
     GenerationOptions,
@@ -34,62 +30,17 @@ from pyops.parallel.generation import (
     decoder_start,
     generate_tokens,
 )
-from pyops.parallel.losses import CountedLoss
-from pyops.parallel.plan import ParallelPlan
 from pyops.parallel.rows.batches import (
-    BatchShare,
     accepted_names,
-    microbatches,
-    model_arguments,
-    share_of,
     sum_over_copies,
 )
-from pyops.parallel.rows.shared_tokens import SharedLoss, SharedTokens
-from pyops.parallel.stages.layered_model import LayeredModel
-from pyops.parallel.stages.staged_model import StagedModel
+from pyops.parallel.trainer.copy_batches import CopyBatches
+from pyops.parallel.trainer.copy_model import CopyModel
+from pyops.parallel.trainer.trainer_parts import TrainerParts
 from pyops.precision import LossScale
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["Trainer", "TrainerParts"]
-
-
-@dataclass(frozen=True)
-class TrainerParts:
-    """What `parallelize` has made; each part is usable by itself."""
-
-    model: nn.Module
-    """This rank's part of the model; with a pipeline that of its stages."""
-
-    optimizer: ZeroOptimizer
-    """Of this rank's parameters."""
-
-    mesh: Mesh
-    """The ranks."""
-
-    plan: ParallelPlan
-    """As given."""
-
-    loss: CountedLoss
-    """(sum, count) of rows."""
-
-    staged: StagedModel | None
-    """The pipeline; None without one."""
-
-    head: FusedHead | None
-    """Computes the loss with the last layer; None where the logits are needed."""
-
-    save_folder: Callable[[Path], None]
-    """Writes the model as a Hugging Face folder."""
-
-    seed: int
-    """Of the dropout."""
-
-    layered: LayeredModel | None = None
-    """What the model says of its layers, where it was written for several ranks."""
-
-    tokens: SharedTokens | None = None
-    """Cuts batches where ranks share out the tokens of rows; None where they do not, or where the
-    model does it by itself."""
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -113,11 +64,8 @@ class Trainer:
         self.grad_norm: float | None = None
         self.vote = False
         self._accepted = accepted_names(parts.model)
-        self._dropouts = [
-            (name, module)
-            for name, module in parts.model.named_modules()
-            if hasattr(module, "set_dropout_state") and parts.layered is None
-        ]
+        self._batches = CopyBatches(parts, self._accepted)
+        self._copy = CopyModel(parts, self._accepted)
 
     @property
     def model(self) -> nn.Module:
@@ -141,7 +89,7 @@ class Trainer:
 
     @property
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.parts.device
 
     @property
     def _dp(self) -> ProcessGroupLike:
@@ -173,7 +121,7 @@ class Trainer:
                 "parallelize an optimizer, such as lambda params: pyops.optim.AdamW(params, "
                 "lr=1e-4)"
             )
-        share, batch = self._shared(batch, vote=vote)
+        share, batch = self._batches.share(batch, vote=vote)
         self.vote = share.vote
         if not share.count > 0:
             raise ValueError(
@@ -181,109 +129,12 @@ class Trainer:
                 "labels are -100; leave such rows out"
             )
         self.model.train()
-        total = float(self._differentiate(self._own_tokens(batch), share))
+        own = self._batches.own_tokens(batch)
+        total = float(self._copy.differentiate(own, share, step=self.num_steps))
         total = sum_over_copies(total, self.mesh, device=self._device)
         self._update(math.isfinite(total))
         self.num_steps += 1
         return total / share.count
-
-    def _shared(self, batch: Any, *, vote: bool) -> tuple[BatchShare, dict[str, Any]]:
-        """What this rank has of the global batch, and its rows, padded where the pipeline, or a
-        copy without rows, needs more."""
-        share = self._share(batch, given=True, vote=vote)
-        assert share is not None
-        return share, self._padded(self._with_decoder_inputs(dict(batch)), share)
-
-    def _share(self, batch: Any, *, given: bool, vote: bool = False) -> BatchShare | None:
-        return share_of(
-            batch,
-            given,
-            self.parts.loss,
-            self.mesh,
-            accepted=self._accepted,
-            device=self._device,
-            vote=vote,
-        )
-
-    def _padded(self, batch: dict[str, Any], share: BatchShare) -> dict[str, Any]:
-        """The rows, and further ones where a copy needs them. All copies look at the one that has
-        the fewest, so that a loss which can't be padded is refused on every rank."""
-        least, part, staged = 1, 1, self.parts.staged
-        if staged is not None:
-            least = self.parts.plan.microbatches
-            part = least if staged.stages.equal_parts else 1
-        elif self.parts.plan.zero.stage == 3:  # whose copies gather parameters part by part
-            least = max(1, min(self.parts.plan.microbatches, share.most_rows))
-        if share.fewest_rows >= least and not any(rows % part for rows in share.sizes):
-            return batch
-        rows = max(least, share.rows)
-        return self.parts.loss.padded(batch, rows + -rows % part)
-
-    def _with_decoder_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """For a model of an encoder and a decoder: the decoder's input is made of the labels."""
-        make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
-        lacking = "decoder_input_ids" in self._accepted and "decoder_input_ids" not in batch
-        if make is None or not lacking or "labels" not in batch:
-            return batch
-        return {**batch, "decoder_input_ids": make(labels=batch["labels"])}
-
-    def _own_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
-        tokens, loss = self.parts.tokens, self.parts.loss
-        if tokens is None:
-            return batch
-        return tokens.own(batch, loss=loss.inner if isinstance(loss, SharedLoss) else loss)
-
-    def _differentiate(self, batch: dict[str, Any], share: BatchShare) -> Tensor:
-        """Forward and backward of this copy's rows: the sum of their losses."""
-        optimizer, loss = self.optimizer, self.parts.loss
-        scale = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.scale
-        scale /= share.divisor
-        if self.parts.staged is not None:
-            return self._differentiate_stages(batch, share, scale)
-        total, row = torch.zeros((), dtype=torch.float64, device=self._device), share.first_row
-        several = microbatches(batch, self.parts.plan.num_microbatches)
-        for number, rows in enumerate(several):
-            self._key_dropout(rows, row)
-            row += _num_rows(rows)
-            last = number + 1 == len(several)
-            with nullcontext() if last else optimizer.no_sync():
-                summed = loss.sum(self._outputs(rows), rows)
-                (summed * scale).backward()
-            total += summed.detach()
-        return total
-
-    def _differentiate_stages(
-        self, batch: dict[str, Any], share: BatchShare, scale: float
-    ) -> Tensor:
-        staged = self.parts.staged
-        assert staged is not None
-        several = microbatches(batch, self.parts.plan.microbatches)
-        starts = list(itertools.accumulate(map(_num_rows, several), initial=share.first_row))
-        staged.before_forward = lambda number: self._key_dropout(several[number], starts[number])
-        arguments = self._stage_arguments(batch)
-        with self.optimizer.no_sync():
-            return staged.step(arguments, batch, rows=_num_rows(batch), scale=scale)
-
-    def _outputs(self, rows: dict[str, Any]) -> Any:
-        """What the model returns for these rows, or their loss."""
-        arguments = model_arguments(rows, self._accepted)
-        if self.parts.head is None:
-            return self.model(**arguments)
-        return self.parts.head.call(lambda: self.model(**arguments), rows["labels"], arguments)
-
-    def _stage_arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        arguments = model_arguments(batch, self._accepted)
-        return arguments if self.parts.head is None else {**arguments, LABELS: batch["labels"]}
-
-    def _key_dropout(self, rows: Mapping[str, Any], first_row: int) -> None:
-        """Before the forward of these rows, of which the first has this number in the batch."""
-        layered, seed = self.parts.layered, self.parts.seed
-        if layered is not None:
-            layered.module.set_dropout(
-                layered.shape(rows), seed=seed, step=self.num_steps, first_row=first_row
-            )
-        elif self._dropouts:
-            set_keyed_dropout(self._dropouts, seed=seed, step=self.num_steps, first_row=first_row)
 
     def _update(self, finite: bool) -> None:
         optimizer = self.optimizer
@@ -315,58 +166,14 @@ class Trainer:
             ValueError: On every rank, where nothing counts or a batch can't be used.
         """
         total, count = torch.zeros((), dtype=torch.float64, device=self._device), 0.0
-        with self._evaluating():
-            for batch, share in self._in_step(batches):
-                total += self._sum_of(self._own_tokens(batch))
+        with self._copy.evaluating():
+            for batch, share in self._batches.in_step(batches):
+                total += self._copy.summed(self._batches.own_tokens(batch))
                 count += share.count
         summed = sum_over_copies(float(total), self.mesh, device=self._device)
         if not count > 0:
             raise ValueError("the batches have nothing that the loss counts")
         return summed / count
-
-    def _in_step(
-        self, batches: Iterable[Mapping[str, Any]]
-    ) -> Iterator[tuple[dict[str, Any], BatchShare]]:
-        """The batches, as long as any copy has one: a copy whose batches have ended takes part with
-        rows that do not count, for at ZeRO stage 3 the others need its parameters."""
-        iterator, previous = iter(batches), None
-        while True:
-            batch = next(iterator, None)
-            share = self._share(batch, given=batch is not None)
-            if share is None:
-                return
-            if batch is not None:
-                previous = batch = self._with_decoder_inputs(dict(batch))
-            if batch is None:
-                if previous is None:
-                    raise ValueError("this copy of the model has no batch at all to evaluate")
-                batch = {
-                    name: value[:0] if isinstance(value, Tensor) and value.dim() else value
-                    for name, value in previous.items()
-                }
-            yield self._padded(batch, share), share
-
-    def _sum_of(self, batch: dict[str, Any]) -> Tensor:
-        staged = self.parts.staged
-        if staged is not None:
-            arguments = self._stage_arguments(batch)
-            found: Tensor = staged.evaluate(arguments, batch, rows=_num_rows(batch))
-            return found.to(self._device)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for rows in microbatches(batch, self.parts.plan.num_microbatches):
-            total += self.parts.loss.sum(self._outputs(rows), rows)
-        return total
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was = self.model.training
-        self.model.eval()
-        if self.parts.staged is not None:
-            self.parts.staged.before_forward = lambda number: None
-        try:
-            yield
-        finally:
-            self.model.train(was)
 
     @torch.no_grad()
     def generate(self, prompt: Mapping[str, Tensor] | Tensor, **options: Any) -> Tensor:
@@ -404,7 +211,7 @@ class Trainer:
         first_row = sum(rows[: self.mesh.rank("dp")])
         tokens = self.parts.tokens
         whole = nullcontext() if tokens is None else tokens.context.whole_rows()
-        with self._evaluating(), self.optimizer.whole_parameters(), whole:
+        with self._copy.evaluating(), self.optimizer.whole_parameters(), whole:
             return generate_tokens(
                 self._logits, given, chosen, kept=kept, first_row=first_row, start=start
             )
@@ -557,10 +364,6 @@ class Trainer:
         if states is not None:
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-
-def _num_rows(batch: Mapping[str, Any]) -> int:
-    return len(next(v for v in batch.values() if isinstance(v, Tensor) and v.dim()))
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,7 +23,7 @@ from pyops.checkpoint import Checkpoints, load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config
 from pyops.mesh import Mesh
-from pyops.parallel import trainer
+from pyops.parallel.trainer import trainer
 from pyops.train import train
 from tests.grids import full
 from tests.train.faults.killed_run import train_and_die
