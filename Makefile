@@ -103,18 +103,22 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 	$(BYTE_CODE)
 	touch $@
 
+# Of what is added to a built checkout, packages alone: it is not built once more.
 $(VENV)/.lint: $(VENV)/.built
-	$(PIP) --no-build-isolation -e ".[lint,wheel]"
+	$(BIN)/python -c '$(REQUIREMENTS)' lint wheel > $@.txt
+	$(PIP) -r $@.txt
 	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.built
-	$(PIP) --no-build-isolation -e ".[docs]"
+	$(BIN)/python -c '$(REQUIREMENTS)' docs > $@.txt
+	$(PIP) -r $@.txt
 	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/.cluster: $(VENV)/.built
-	$(PIP) --no-build-isolation -e ".[mpi]" mpich
+	$(BIN)/python -c '$(REQUIREMENTS)' mpi > $@.txt
+	$(PIP) -r $@.txt mpich
 	touch $@
 
 clean:
