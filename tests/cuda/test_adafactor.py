@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cpu_only
 
 # Tiles are of 128 rows and 256 columns: matrices of one number, of several tiles both ways, several
 # matrices, vectors of less than a row of a tile and of more than a tile.
-SHAPES = ((1, 1), (300, 7), (5, 600), (3, 130, 257), (), (7,), (0,), (0, 4), (33001,))
+SHAPES = ((1, 1), (300, 7), (5, 600), (2, 130, 257), (), (7,), (0,), (0, 4), (33001,))
 OPTIONS = {
     "lr": 0.013,
     "beta2_decay": -0.7,

@@ -4,6 +4,7 @@ for bit."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from pyops.ops.communication import onebit, quantize
-from tests.grids import full
+from tests.grids import cut, full
 from tests.ops.communication.test_onebit import F, numbers, same
 
 pytestmark = pytest.mark.cpu_only
@@ -188,9 +189,14 @@ def dealt(sizes: Sequence[int], blocks: Sequence[tuple[int, int]], part: int) ->
 PARTS = [0, full(1)]
 
 
+# Each dtype and each rule: how a number is read does not depend on what is summed of it.
+ENCODED = tuple(zip(F, (0, 1, 0), strict=True))
+
+
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("rule", [0, 1], ids=onebit.RULES)
-@pytest.mark.parametrize("dtype", F, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rule"), cut(itertools.product(F, (0, 1)), keep=ENCODED), ids=str
+)
 def test_onebit_encode(kernels, dtype, rule, part):
     blocks = ((64, 0), (192, 1), (2048, 0), (2048, 3), (4160, 0))
     for n, block, shift in dealt(SIZES, blocks, part):
@@ -203,10 +209,16 @@ def test_onebit_encode(kernels, dtype, rule, part):
             assert pair[0][-1].item() == bad
 
 
+# Each format and each way of rounding, and the two kinds of formats rounded both ways.
+NEAREST, STOCHASTIC, IN_LINE = None, (-12345, 13), (7, 4)
+ROUNDED = ((0, NEAREST), (0, STOCHASTIC), (1, NEAREST), (1, IN_LINE), (2, STOCHASTIC))
+
+
 @pytest.mark.parametrize(
-    "random", [None, (-12345, 13), (7, 4)], ids=["nearest", "stochastic", "stochastic in line"]
+    ("format", "random"),
+    cut(itertools.product((0, 1, 2), (NEAREST, STOCHASTIC, IN_LINE)), keep=ROUNDED),
+    ids=str,
 )
-@pytest.mark.parametrize("format", [0, 1, 2], ids=quantize.FORMATS)
 @pytest.mark.parametrize("part", PARTS)
 def test_quantize_encode(kernels, format, random, part):
     for dtype in F:
@@ -221,8 +233,13 @@ def test_quantize_encode(kernels, format, random, part):
             assert pair[0][-1].item() == bad
 
 
-@pytest.mark.parametrize("shift", [0, 1, 2, 4])
-@pytest.mark.parametrize("dtype", F, ids=str)
+# Each dtype in line and out of line, and each shift.
+DECODED = ((F[0], 0), (F[0], 1), (F[1], 0), (F[1], 2), (F[2], 0), (F[2], 4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shift"), cut(itertools.product(F, (0, 1, 2, 4)), keep=DECODED), ids=str
+)
 def test_decoding(kernels, dtype, shift):
     for n in SIZES:
         rows = [
