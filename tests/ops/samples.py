@@ -17,6 +17,7 @@ from tests.ops.attention.sample import attention_backward, attention_forward
 from tests.ops.code_samples import CODE_SAMPLES
 from tests.ops.image_samples import IMAGE_SAMPLES
 from tests.ops.layers.fake_quantize_samples import FAKE_QUANTIZE_SAMPLES
+from tests.ops.layers.token_attention_sample import token_attention
 from tests.ops.sparse.samples import SPARSE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -341,17 +342,6 @@ def _logits(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 7, device=device).half(), torch.tensor([6, 9, 1], device=device)
 
 
-def _token_attention(device: torch.device) -> Sample:
-    """Two rows of two, turned in part, each group's heads two."""
-    qkv = torch.randn(2, 1, 8, 12, device=device)
-    q, k, v = qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
-    keys, values = torch.randn(2, 3, 2, 5, 12, device=device).unbind()
-    angle = torch.rand(2, 1, 4, device=device)
-    places = torch.tensor([[3], [1]], device=device)
-    options = {"first_row": 1, "scale": 0.3, "interleaved": True}
-    return (q, k, v, keys, values, places, angle.cos(), angle.sin()), options
-
-
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     **{f"{rule}_": partial(_step, rule) for rule in RULES},
     **{f"{rule}_from_table_": partial(_from_table, rule) for rule in RULES},
@@ -430,7 +420,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
-    "token_attention_": _token_attention,
+    "token_attention_": token_attention,
     "few_rows_linear": lambda device: (
         (
             torch.randn(2, 21, 3, device=device).mT,  # of other strides
