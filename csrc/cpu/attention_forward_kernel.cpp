@@ -7,6 +7,7 @@
 //                     l = l exp(m - m') + sum of e;  acc = acc exp(m - m') + keep e V
 //   y = acc / (l (1 - p)), lse = m + log l
 #include "attention_scores.h"
+#include "softmax_row.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
@@ -42,24 +43,6 @@ W maximum_of(const W* x) {
     W found = lanes[0];
     for (const W lane : lanes) found = lane > found ? lane : found;
     return found;
-}
-
-// x = exp(x - shift); the sum of all.
-template <typename W>
-W exponentials(W* x, W shift) {
-    for_each_of<W>(QT, [=](auto lane, int64_t i) __attribute__((always_inline)) {
-        using V = typename decltype(lane)::type;
-        V s;
-        load(s, x + i);
-        store(x + i, softmax_exponential(s - V(shift)));
-    });
-    Sums<W> sum;
-    across<W>(QT, [&](auto lane, int64_t i, int slot) __attribute__((always_inline)) {
-        typename decltype(lane)::type e;
-        load(e, x + i);
-        sum.add(e, slot);
-    });
-    return sum.total();
 }
 
 template <typename W>
@@ -122,7 +105,7 @@ void visit(const AttentionSpan& span, const ForwardRoom<W>& room, const KeyTile&
         if (!full && seen[m] != ~uint64_t{0}) keep_seen(x, seen[m], W(-INFINITY));
         const W before = room.maximum[row + m], here = maximum_of(x),
                 maximum = here > before ? here : before, shift = softmax_shift(maximum);
-        const W sum = exponentials(x, shift);
+        const W sum = exponentials(x, QT, shift);
         if (maximum != before) {
             const W correction = softmax_exponential(before - shift);
             room.total[row + m] *= static_cast<double>(correction);

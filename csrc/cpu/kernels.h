@@ -19,6 +19,7 @@
 #include "depthwise.h"
 #include "few_rows.h"
 #include "fixed_rows.h"
+#include "token_attention.h"
 #include "csr_product.h"
 #include "nm_mask.h"
 #include "stripe_search.h"
@@ -216,6 +217,8 @@ struct Kernels {
     // Rows [first, last) as whole numbers; outputs [first, last) of all rows times whole numbers.
     void (*fixed_rows)(const FixedRows& rows, int64_t first, int64_t last);
     void (*fixed_product)(const CodeProduct& rows, const FixedRows& x, int64_t first, int64_t last);
+    // Pieces [first, last) of rows x groups. scratch: width and the greatest place + 1 numbers.
+    void (*token_attention)(const TokenAttention& all, int64_t first, int64_t last, float* scratch);
 };
 
 const Kernels& kernels();

@@ -26,6 +26,7 @@ of `torch.ops.pyops`.
     depthwise  depthwise_conv2d                        3 x 3, channels last; differentiable
     few_rows   linear                                  a few rows without gradients, for generation
     prepared   the ops of one decoding step, whose parameters are checked once
+    token_attention  token_attention_          one token a row over what is kept, rotary included
     fake_quantize  fake_quantize               numbers as few bits would give them back;
                                                differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
@@ -67,6 +68,7 @@ from pyops.ops.layers import (
     few_rows,
     norm,
     rotary,
+    token_attention,
 )
 from pyops.ops.library import build_info, has_kernel, isa, native
 from pyops.ops.optimizers import (
@@ -120,4 +122,5 @@ __all__ = [
     "symmetric",
     "symmetric_step",
     "table",
+    "token_attention",
 ]

@@ -1,11 +1,13 @@
 """TokenStep: the forward of a GPT that adds one token to each row, as a list of kernels.
 
-    block    x, added -> norm1 -> q k v -> rotary -> kept keys and values -> attention -> output
+    block    x, added -> norm1 -> q k v -> rotary, kept keys and values, attention -> output
              x, added -> norm2 -> up -> activation -> down             (added: not yet added to x)
 
 The modules compute the same, with checks, hooks and look-ups at every call, which at one row took
 four times as long as the products. Here each layer is asked once for what it computes, and the
-addition of the residual is left to the norm behind it, which does both in one pass.
+addition of the residual is left to the norm behind it, which does both in one pass. In fp32 what
+stands between the products of attention is one kernel, whose sums have an order of their own; in
+other dtypes three, with the bits of the modules.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pyops.ops.layers.prepared import (
     prepared_linear,
     turned,
 )
+from pyops.ops.layers.token_attention import token_attention_
 from pyops.tensor_parallel import (
     LayerNorm,
     ParallelAttention,
@@ -106,17 +109,35 @@ class _BlockStep:
         self, x: Tensor, added: Tensor | None, span: RowSpan, cache: RowCache
     ) -> tuple[Tensor, Tensor]:
         h, x = self.norm1(x, added)
+        if self.rotary is not None and span.turns is None:
+            span.turns = self.rotary(1, positions_BT=span.places_RT)
+        y = (self._attended if x.dtype == torch.float32 else self._attended_apart)(h, span, cache)
+        h, x = self.norm2(x, self.output(y))
+        return x, self.down(self.activation(self.up(h)))
+
+    def _attended(self, h: Tensor, span: RowSpan, cache: RowCache) -> Tensor:
+        """[R, H K]"""
+        heads = self._heads(h)
+        return token_attention_(
+            heads,
+            cache.room(heads[1]),
+            span.places_RT,
+            None if self.rotary is None else span.turns,
+            first_row=span.begin,
+            scale=self.scale,
+            interleaved=self.interleaved,
+        )
+
+    def _attended_apart(self, h: Tensor, span: RowSpan, cache: RowCache) -> Tensor:
+        """The same, op by op."""
         q, k, v = self._heads(h)
-        if self.rotary is not None:
-            if span.turns is None:
-                span.turns = self.rotary(1, positions_BT=span.places_RT)
+        if self.rotary is not None and span.turns is not None:
             cos, sin = span.turns
             q = turned(q, cos, sin, self.interleaved)
             k = turned(k, cos, sin, self.interleaved)
         k, v = cache.append(k, v)
         y = cached_attention(q, k, v, span.mask_RS, scale=self.scale)
-        h, x = self.norm2(x, self.output(y.view(x.shape[0], -1)))
-        return x, self.down(self.activation(self.up(h)))
+        return y.view(h.shape[0], -1)
 
     def _heads(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [R, 1, H, K], k and v [R, 1, G, K]."""

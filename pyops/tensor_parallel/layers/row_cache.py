@@ -160,6 +160,16 @@ class RowCache:
             found.append(kept[span.begin : span.end, :, : span.keys].transpose(1, 2))
         return found[0], found[1]
 
+    def room(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The memory of all rows' keys and values, [num_rows, G, S, K] each, with room for what the
+        span adds.
+
+        Args:
+            k: [R, T, G, K], of the new tokens.
+        """
+        assert self.span is not None
+        return self._room(k, self.span)
+
     def _room(self, k: Tensor, span: RowSpan) -> tuple[Tensor, Tensor]:
         """Memory [num_rows, G, S, K], S >= span.keys, with what was kept."""
         before = self._kept
