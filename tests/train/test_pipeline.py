@@ -153,8 +153,8 @@ def test_any_layout_loads_any_others_checkpoint_bit_for_bit(world, plain, tmp_pa
     ("before", "after"),
     [
         full((2, 0, {"pp": 2}), (2, 1, {})),
-        ((2, 0, {"tp": 2}), (4, 1, {"pp": 2, "schedule": "gpipe"})),
-    ],
+        full((2, 0, {"tp": 2}), (4, 1, {"pp": 2, "schedule": "gpipe"})),
+    ],  # any layout loads any other's checkpoint above, and a stopped run of stages resumes below
 )
 def test_a_run_goes_on_in_another_layout(world, plain, tmp_path, before, after):
     ours = dataclasses.replace(

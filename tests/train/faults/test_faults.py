@@ -90,6 +90,9 @@ def _restarted(config: Config, where: str, step: int) -> None:
     train_and_die(int(os.environ["RANK"]), None, config, where, step)
 
 
+# tests/cluster kills ranks under torchrun itself, and .ci/run runs it; without an agent, ranks that
+# are killed and go on stand below.
+@pytest.mark.full
 def test_torchruns_agent_starts_a_killed_rank_again(tmp_path, reference):
     """In this process, with ranks of the fork server, which need not import torch."""
     broken, straight = broken_and_straight(tmp_path, 2, reference)
