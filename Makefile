@@ -5,7 +5,7 @@
 #                ranks, and runs the suite's tests of collectives, data parallelism and ZeRO over MPI
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff, mypy and clang-format
-#   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
+#   make docs    build, then make the site of docs/ and of all docstrings in build/docs/, and run the long programs of pages and examples
 #   make wheel   build, then make a wheel in dist/ for this Python and for Linux like this one or newer
 #   make rehearse  build, then run the tests that a GPU runs on a CUDA device that is not there: tests/pretend_cuda
 #   make race    the CUDA kernels on the host under ThreadSanitizer, AddressSanitizer and UBSan, needs g++ alone: tests/cuda/race
@@ -68,6 +68,7 @@ lint: $(VENV)/.lint
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	$(BIN)/python -m pytest -m full tests/project
 
 # torch is no part of the wheel: its libraries are those of the torch that pip installs beside it. A wheel holds kernels for every
 # torch from 2.11 on, and pyops/_native for one Python: call it once for each, make wheel VENV=.venv-3.12 PYTHON=python3.12.
@@ -103,18 +104,22 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 	$(BYTE_CODE)
 	touch $@
 
+# Of what is added to a built checkout, packages alone: it is not built once more.
 $(VENV)/.lint: $(VENV)/.built
-	$(PIP) --no-build-isolation -e ".[lint,wheel]"
+	$(BIN)/python -c '$(REQUIREMENTS)' lint wheel > $@.txt
+	$(PIP) -r $@.txt
 	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.built
-	$(PIP) --no-build-isolation -e ".[docs]"
+	$(BIN)/python -c '$(REQUIREMENTS)' docs > $@.txt
+	$(PIP) -r $@.txt
 	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/.cluster: $(VENV)/.built
-	$(PIP) --no-build-isolation -e ".[mpi]" mpich
+	$(BIN)/python -c '$(REQUIREMENTS)' mpi > $@.txt
+	$(PIP) -r $@.txt mpich
 	touch $@
 
 clean:

@@ -222,6 +222,7 @@ OTHERWISE = {
     "comm.Reducer": "a communicator, or None, is always given",
     "comm.release": "lets go of what is there",
     "flight_record.begin_in": "notes a call in a group that there is",
+    "flight_record.kind_in": "prepares notes of calls in a group that there is",
     "flight_record.message": "is around a wait in a group that there is",
     "failure.lost_peer": "says what to raise after a collective",
     "failure.naming_lost_ranks": "is around a collective",

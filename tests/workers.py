@@ -55,6 +55,7 @@ __all__ = [
     "collect_garbage",
     "fork_server",
     "mpirun",
+    "presume_costs",
     "spawn_ranks",
     "spawn_worlds",
     "world",
@@ -162,11 +163,16 @@ def fork_server() -> Any:
     return context
 
 
+def presume_costs() -> None:
+    """From here on, no group of this process measures its algorithms."""
+    Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
+
+
 def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: str) -> None:
     """A worker's life: join the group, then run one body after another until the pipe closes."""
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
+    presume_costs()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR2, file)
         limit = datetime.timedelta(seconds=timeout)

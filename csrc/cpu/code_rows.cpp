@@ -15,15 +15,21 @@ namespace {
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// x [rows, width] as fp32 [rows, stride], in the order of code_rows.h.
-std::vector<float> arranged(const Tensor& x, const CodeProduct& rows, int dtype) {
-    std::vector<float> straight(static_cast<size_t>(rows.rows * rows.width));
-    if (!straight.empty())
-        kernels().scale_cast(straight.data(), x.data_ptr(), rows.rows * rows.width, FP32, dtype,
-                             1.0);
+// x [rows, width] as fp32: where it is, or in `made`.
+const float* straight(const Tensor& x, const CodeProduct& rows, int dtype,
+                      std::vector<float>& made) {
+    if (dtype == FP32) return static_cast<const float*>(x.data_ptr());
+    made.resize(static_cast<size_t>(rows.rows * rows.width));
+    if (!made.empty())
+        kernels().scale_cast(made.data(), x.data_ptr(), rows.rows * rows.width, FP32, dtype, 1.0);
+    return made.data();
+}
+
+// The rows as fp32 [rows, stride], in the order of code_rows.h.
+std::vector<float> arranged(const float* x, const CodeProduct& rows) {
     std::vector<float> found(static_cast<size_t>(rows.rows * rows.stride), 0.0f);
     for (int64_t r = 0; r < rows.rows; ++r) {
-        const float* const from = straight.data() + r * rows.width;
+        const float* const from = x + r * rows.width;
         float* const to = found.data() + r * rows.stride;
         if (rows.bits == 8) {
             std::copy(from, from + rows.width, to);
@@ -35,6 +41,61 @@ std::vector<float> arranged(const Tensor& x, const CodeProduct& rows, int dtype)
         }
     }
     return found;
+}
+
+// Whether codes are whole numbers whose products with whole numbers are summed up exactly.
+bool are_whole(const CodeProduct& rows) {
+    if (rows.kind == FLOAT_E4M3 || rows.width == 0 || rows.width > FIXED_WIDTH) return false;
+    return rows.groups == 1 ||
+           (rows.bits == 4 && rows.kind == WITH_SIGN && rows.group % NIBBLE_BLOCK == 0);
+}
+
+// The rows as whole numbers.
+struct WholeRows {
+    FixedRows rows{};
+
+    WholeRows(const float* x, const CodeProduct& product) {
+        const int64_t n = product.rows, unit = product.bits == 4 ? NIBBLE_BLOCK : FIXED_CHUNK;
+        rows.x = x;
+        rows.width = product.width;
+        rows.bits = product.bits;
+        rows.chunks = up_to(product.width, unit) / FIXED_CHUNK;
+        const int64_t bytes = n * rows.chunks * FIXED_DIGITS * FIXED_CHUNK;
+        digits_.reset(new int8_t[static_cast<size_t>(bytes + FIXED_CHUNK)]);
+        sums_.resize(static_cast<size_t>(n));
+        units_.resize(static_cast<size_t>(n));
+        // Where a line of the caches begins: a chunk's digits are then in one
+        const auto place = reinterpret_cast<uintptr_t>(digits_.get());
+        rows.digits = digits_.get() + (FIXED_CHUNK - place % FIXED_CHUNK) % FIXED_CHUNK;
+        rows.sums = sums_.data();
+        rows.units = units_.data();
+        if (product.groups > 1) {
+            offsets_.resize(static_cast<size_t>(n * rows.chunks / 2 * CODE_LANES));
+            rows.offsets = offsets_.data();
+        }
+        const Kernels& kernel = kernels();
+        const auto run = [&](int64_t first, int64_t last) { kernel.fixed_rows(rows, first, last); };
+        if (n * product.width <= SERIAL)
+            run(0, n);
+        else
+            torch::stable::parallel_for(0, n, 1, run);
+    }
+
+private:
+    std::unique_ptr<int8_t[]> digits_;
+    std::vector<int32_t> offsets_;
+    std::vector<int64_t> sums_;
+    std::vector<double> units_;
+};
+
+// Outputs on torch's threads.
+template <typename F>
+void for_outputs(const CodeProduct& rows, F run) {
+    const int64_t each = rows.rows * rows.width;
+    if (each * rows.outputs <= SERIAL)
+        run(0, rows.outputs);
+    else
+        torch::stable::parallel_for(0, rows.outputs, std::max<int64_t>(4, SERIAL / each), run);
 }
 
 // Codes with their scales, checked, for rows of `width` numbers.
@@ -108,16 +169,20 @@ Tensor code_rows_product(const Tensor x, const Tensor codes, const Tensor scales
     const std::vector<int64_t> shape = {rows.rows, rows.outputs};
     const Tensor from = dense(x);
     Tensor out = torch::stable::new_empty(from, shape);
-    const std::vector<float> numbers = arranged(from, rows, dtype);
-    rows.x = numbers.data();
     rows.out = out.data_ptr();
+    std::vector<float> made;
+    const float* const numbers = straight(from, rows, dtype, made);
     const Kernels& kernel = kernels();
-    const auto run = [&](int64_t begin, int64_t end) { kernel.code_product(rows, begin, end); };
-    const int64_t each = rows.rows * rows.width;
-    if (each * rows.outputs <= SERIAL)
-        run(0, rows.outputs);
-    else
-        torch::stable::parallel_for(0, rows.outputs, std::max<int64_t>(4, SERIAL / each), run);
+    if (are_whole(rows)) {
+        const WholeRows whole(numbers, rows);
+        for_outputs(rows, [&](int64_t begin, int64_t end) {
+            kernel.fixed_product(rows, whole.rows, begin, end);
+        });
+        return out;
+    }
+    const std::vector<float> ordered = arranged(numbers, rows);
+    rows.x = ordered.data();
+    for_outputs(rows, [&](int64_t begin, int64_t end) { kernel.code_product(rows, begin, end); });
     return out;
 }
 

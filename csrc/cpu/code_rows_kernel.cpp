@@ -7,6 +7,7 @@
 // the same bits at every instruction set, and for a row whatever stands beside it. Every loop over
 // registers is unrolled: otherwise they would be kept in memory.
 #include "code_lanes.h"
+#include "code_result.h"
 #include "finish_row.h"
 
 namespace pyops::PYOPS_ISA {
@@ -22,16 +23,6 @@ struct Tile {
             for (int o = 0; o < O; ++o) sums[r][o] = Sixteen::all(0.0f);
     }
 };
-
-void put(const CodeProduct& rows, int64_t r, int64_t o, float sum) {
-    const float value = rows.bias ? sum + rows.bias[o] : sum;
-    const int64_t at = r * rows.outputs + o;
-    if (rows.dtype == FP32)
-        static_cast<float*>(rows.out)[at] = value;
-    else
-        static_cast<uint16_t*>(rows.out)[at] =
-            rows.dtype == BF16 ? float_to_bf16(value) : float_to_fp16(value);
-}
 
 template <int R, int O>
 void put(const CodeProduct& rows, int64_t r, int64_t o, const Tile<R, O>& total) {

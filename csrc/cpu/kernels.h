@@ -18,6 +18,7 @@
 #include "batch_norm.h"
 #include "depthwise.h"
 #include "few_rows.h"
+#include "fixed_rows.h"
 #include "csr_product.h"
 #include "nm_mask.h"
 #include "stripe_search.h"
@@ -212,6 +213,9 @@ struct Kernels {
     // ones are `prefix`. And sets what has no bit to 0, from a byte's first bit on.
     void (*radix_count)(const void* data, int64_t n, int dtype, int64_t prefix, uint32_t* counts);
     void (*keep_bits)(void* data, const uint8_t* bits, int64_t n, int dtype);
+    // Rows [first, last) as whole numbers; outputs [first, last) of all rows times whole numbers.
+    void (*fixed_rows)(const FixedRows& rows, int64_t first, int64_t last);
+    void (*fixed_product)(const CodeProduct& rows, const FixedRows& x, int64_t first, int64_t last);
 };
 
 const Kernels& kernels();

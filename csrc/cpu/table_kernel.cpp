@@ -56,6 +56,8 @@ void csr_product_kernel(const CsrSpan&, int64_t, int64_t);
 void stripe_windows_kernel(const StripeWindows&, StripeGain*);
 void radix_count_kernel(const void*, int64_t, int, int64_t, uint32_t*);
 void keep_bits_kernel(void*, const uint8_t*, int64_t, int);
+void fixed_rows_kernel(const FixedRows&, int64_t, int64_t);
+void fixed_product_kernel(const CodeProduct&, const FixedRows&, int64_t, int64_t);
 void rotary_kernel(const RotarySpan&, int64_t, int64_t);
 void attention_forward_kernel(const AttentionSpan&, int64_t, void*);
 void attention_backward_kernel(const AttentionSpan&, const AttentionGradient&, int64_t, int64_t,
@@ -119,6 +121,8 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::stripe_windows_kernel,
     PYOPS_ISA::radix_count_kernel,
     PYOPS_ISA::keep_bits_kernel,
+    PYOPS_ISA::fixed_rows_kernel,
+    PYOPS_ISA::fixed_product_kernel,
 };
 
 }  // namespace pyops

@@ -1,15 +1,20 @@
 // The calls of a flight record, in the memory of its file: pybind11 class CallLog. A call of a step
-// meets cold caches, where each function of Python that it goes through costs microseconds; here it
-// is two calls. pyops/flight_record/call_log.py says what each does, and does it where this was not
-// built.
+// meets cold caches, where each function of Python and each lookup in a table that it goes through
+// costs microseconds. So what is the same for many calls is a Kind, whose call copies a prepared
+// entry, and both the begin of a Kind and `run` are functions of CPython itself, without the
+// conversions of pybind11. pyops/flight_record/call_log.py says what each does, and does it where
+// this was not built.
 //
 //     memory    | header | entry 1 | entry 2 | ... | entry n |      call n + 1 takes the place of call 1
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <ctime>
+#include <deque>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -17,6 +22,7 @@
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -66,6 +72,23 @@ int instruction(PyFrameObject* frame) {
 #endif
 }
 
+// How many calls that are noted, or need not be, this thread is within.
+thread_local int depth = 0;
+
+// A place that was looked for, and where: the next call of a kind mostly comes from there.
+struct Place {
+    PyObject* code = nullptr;
+    int instruction = -1;
+    std::string_view text = "?";
+};
+
+// What calls of one operation have in common: their entry, all but number, time, bytes and place.
+struct Kind {
+    Entry entry{};
+    uint64_t* count = nullptr;  // calls of the group, or messages to the peer
+    Place place;
+};
+
 class CallLog {
 public:
     CallLog(py::buffer memory, int64_t header, int64_t entries, py::function whose,
@@ -80,45 +103,104 @@ public:
         entry_ = reinterpret_cast<Entry*>(static_cast<char*>(info_.ptr) + header);
     }
 
-    uint64_t begin(uint32_t group, const py::str& op, int32_t peer, uint64_t bytes,
-                   const py::str& dtype, const py::str& label, const py::object& frame) {
-        const double now = seconds_of(CLOCK_MONOTONIC);
-        const std::string_view place = place_of(frame), operation = text_of(op);
+    Kind kind(uint32_t group, const py::str& op, int32_t peer, const py::str& dtype,
+              const py::str& label) {
+        Kind found;
+        found.entry.group = group;
+        found.entry.peer = peer;
+        found.entry.state = RUNNING;
+        write(found.entry.op, text_of(op));
+        write(found.entry.dtype, text_of(dtype));
+        write(found.entry.label, text_of(label));
         // Messages to one rank and collectives of a group are counted apart.
-        uint64_t& count = counts_[{group, peer, peer < 0 ? "" : std::string(operation)}];
+        found.count = &counts_[{group, peer, peer < 0 ? "" : std::string(text_of(op))}];
+        return found;
+    }
+
+    uint64_t begin(Kind& kind, uint64_t bytes, PyFrameObject* frame) {
+        if (!later_.empty()) look();
+        find_place(frame, kind.place);
+        const double now = seconds_of(CLOCK_MONOTONIC);
         const uint64_t index = ++index_;
-        begun_[index] = now;
         Entry& entry = at(index);
+        if (entry.state == RUNNING && entry.index + entries_ == index)
+            overtaken_.emplace(entry.index, entry.begun - clock_);
+        entry = kind.entry;
         entry.index = index;
-        entry.sequence = ++count;
+        entry.sequence = ++*kind.count;
         entry.begun = now + clock_;
-        entry.ended = 0.0;
-        entry.group = group;
-        entry.peer = peer;
         entry.bytes = bytes;
-        entry.state = RUNNING;
-        write(entry.op, operation);
-        write(entry.dtype, text_of(dtype));
-        write(entry.label, text_of(label));
-        write(entry.place, place);
+        write(entry.place, kind.place.text);
         return index;
     }
 
     void finish(uint64_t index, bool failed) {
         const double now = seconds_of(CLOCK_MONOTONIC);
-        // Nothing of a call that ended before, or whose place is that of a later one.
-        if (!begun_.erase(index) || index_ - index >= entries_) return;
         Entry& entry = at(index);
-        entry.ended = now + clock_;
-        entry.state = failed ? FAILED : FINISHED;
+        if (entry.index != index) {  // its place is that of a later call
+            overtaken_.erase(index);
+        } else if (entry.state == RUNNING) {  // and not ended before
+            entry.ended = now + clock_;
+            entry.state = failed ? FAILED : FINISHED;
+        }
     }
 
-    std::optional<double> oldest() const {
-        std::optional<double> found;
-        for (const auto& [index, begun] : begun_)
-            if (!found || begun < *found) found = begun;
-        return found;
+    void finish_later(uint64_t index, py::object is_done) {
+        later_.emplace_back(index, std::move(is_done));
     }
+
+    std::optional<double> oldest() {
+        look();
+        std::optional<double> found;
+        for (const auto& [index, begun] : overtaken_)
+            if (!found || begun < *found) found = begun;
+        if (found) return found;
+        // All calls before `first_` have ended, and later ones began later.
+        if (index_ >= entries_) first_ = std::max(first_, index_ - entries_ + 1);
+        for (; first_ <= index_; ++first_)
+            if (at(first_).state == RUNNING) return at(first_).begun - clock_;
+        return std::nullopt;
+    }
+
+    // The time when this thread began to wait; less than 0 where its waits are not counted.
+    double enter() {
+        ++depth;
+        if (PyThread_get_thread_ident() != thread_) return -1.0;
+        const double begun = seconds_of(CLOCK_MONOTONIC);
+        if (!on_wait.is_none()) {
+            try {
+                on_wait(true);
+            } catch (...) {
+                --depth;
+                throw;
+            }
+        }
+        return begun;
+    }
+
+    void leave(double begun) {
+        --depth;
+        if (begun < 0.0) return;
+        waited += seconds_of(CLOCK_MONOTONIC) - begun;
+        if (!on_wait.is_none()) on_wait(false);
+    }
+
+    py::object run(uint64_t index, PyObject* body) {
+        const double begun = enter();
+        auto found = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(body));
+        if (found) {
+            if (index) finish(index, false);
+            leave(begun);
+            return found;
+        }
+        py::error_already_set error;  // takes the error, so that `leave` may call Python
+        if (index) finish(index, true);
+        leave(begun);
+        throw error;
+    }
+
+    double waited = 0.0;
+    py::object on_wait = py::none();
 
 private:
     enum class Whose { USER, ROOM, OTHER };
@@ -130,54 +212,143 @@ private:
 
     Entry& at(uint64_t index) { return entry_[(index - 1) % entries_]; }
 
-    Whose whose(const py::object& code) {
-        if (const auto found = codes_.find(code.ptr()); found != codes_.end())
+    // Notes the ends of calls that went on beside the program.
+    void look() {
+        std::deque<std::pair<uint64_t, py::object>> waiting;
+        waiting.swap(later_);  // `is_done` may let another thread in here
+        for (auto& [index, is_done] : waiting) {
+            if (py::cast<bool>(is_done()))
+                finish(index, false);
+            else
+                later_.emplace_back(index, std::move(is_done));
+        }
+    }
+
+    Whose whose(PyObject* code) {
+        // A few lines of cache in front of the table, which has everything in places of its own.
+        auto& recent = recent_[(reinterpret_cast<uintptr_t>(code) >> 6) % recent_.size()];
+        if (recent.first != code) recent = {code, looked_up(code)};
+        return recent.second;
+    }
+
+    Whose looked_up(PyObject* code) {
+        if (const auto found = codes_.find(code); found != codes_.end())
             return found->second.whose;
-        const auto said = py::cast<std::string>(whose_(code.attr("co_filename")));
+        auto kept = py::reinterpret_borrow<py::object>(code);
+        const auto said = py::cast<std::string>(whose_(kept.attr("co_filename")));
         const Whose whose = said == "user"   ? Whose::USER
                             : said == "room" ? Whose::ROOM
                                              : Whose::OTHER;
-        codes_.emplace(code.ptr(), Known{code, whose});
+        codes_.emplace(code, Known{std::move(kept), whose});
         return whose;
     }
 
     // The line of the user's program, as user_frame of pyops/flight_record/frames.py finds it.
-    std::string_view place_of(const py::object& frame) {
-        py::object each = frame, found, code_found;
-        while (!each.is_none()) {
+    void find_place(PyFrameObject* frame, Place& last) {
+        auto each = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame));
+        py::object found;
+        PyObject* code_found = nullptr;
+        while (each) {
             auto* here = reinterpret_cast<PyFrameObject*>(each.ptr());
-            auto code = py::reinterpret_steal<py::object>(
-                reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
+            // The frame keeps its code alive.
+            auto* code = reinterpret_cast<PyObject*>(PyFrame_GetCode(here));
+            Py_DECREF(code);
             const Whose whose = this->whose(code);
             if (whose == Whose::USER || (whose == Whose::ROOM && !found)) {
                 found = each;
                 code_found = code;
             }
             if (whose == Whose::USER) break;
-            auto* back = reinterpret_cast<PyObject*>(PyFrame_GetBack(here));
-            each = back ? py::reinterpret_steal<py::object>(back) : py::none();
+            each = py::reinterpret_steal<py::object>(
+                reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
         }
-        if (!found) return "?";
-        const auto* here = reinterpret_cast<PyFrameObject*>(found.ptr());
-        const std::pair<PyObject*, int> key{code_found.ptr(),
-                                            instruction(const_cast<PyFrameObject*>(here))};
+        if (!found) {
+            last = Place{};
+            return;
+        }
+        const int at = instruction(reinterpret_cast<PyFrameObject*>(found.ptr()));
+        if (last.code == code_found && last.instruction == at) return;
+        const std::pair<PyObject*, int> key{code_found, at};
         auto place = places_.find(key);
         if (place == places_.end())
             place = places_.emplace(key, py::cast<std::string>(describe_(found))).first;
-        return place->second;
+        last = Place{code_found, at, place->second};
     }
 
     py::buffer held_;
     py::buffer_info info_;
     Entry* entry_;
-    uint64_t entries_, index_ = 0;
+    uint64_t entries_, index_ = 0, first_ = 1;
     py::function whose_, describe_;
     double clock_;
-    std::unordered_map<uint64_t, double> begun_;
+    unsigned long thread_ = PyThread_get_thread_ident();
+    std::unordered_map<uint64_t, double> overtaken_;  // calls that have not ended, without a place
+    std::deque<std::pair<uint64_t, py::object>> later_;
     std::map<std::tuple<uint32_t, int32_t, std::string>, uint64_t> counts_;
+    std::array<std::pair<PyObject*, Whose>, 256> recent_{};
     std::unordered_map<PyObject*, Known> codes_;
     std::map<std::pair<PyObject*, int>, std::string> places_;
 };
+
+// --- functions of CPython, each bound to a capsule
+
+// What a function works on: the log, which `owner` keeps alive, and the kind of its calls.
+struct Bound {
+    py::object owner;
+    CallLog* log;
+    Kind kind;
+};
+
+Bound& bound_to(PyObject* capsule) {
+    return *static_cast<Bound*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
+template <typename F>
+PyObject* guarded(const F& body) {
+    try {
+        return body();
+    } catch (py::error_already_set& error) {
+        error.restore();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+bool number_of(PyObject* given, uint64_t& number) {
+    number = PyLong_AsUnsignedLongLong(given);
+    return !(number == static_cast<uint64_t>(-1) && PyErr_Occurred());
+}
+
+PyObject* begin_of_kind(PyObject* self, PyObject* nbytes) {
+    uint64_t bytes;
+    if (!number_of(nbytes, bytes)) return nullptr;
+    if (depth > 0) return PyLong_FromLong(0);
+    Bound& bound = bound_to(self);
+    return guarded([&] {
+        return PyLong_FromUnsignedLongLong(bound.log->begin(bound.kind, bytes, PyEval_GetFrame()));
+    });
+}
+
+PyObject* run_noted(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    uint64_t index;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "run takes the number of a call and a function");
+        return nullptr;
+    }
+    if (!number_of(given[0], index)) return nullptr;
+    return guarded([&] { return bound_to(self).log->run(index, given[1]).release().ptr(); });
+}
+
+PyMethodDef BEGIN{"begin", begin_of_kind, METH_O, nullptr};
+PyMethodDef RUN{"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_noted)),
+                METH_FASTCALL, nullptr};
+
+py::object function_of(PyMethodDef& method, const py::object& owner, Kind kind) {
+    auto bound = std::make_unique<Bound>(Bound{owner, &owner.cast<CallLog&>(), kind});
+    py::capsule self(bound.release(), [](void* there) { delete static_cast<Bound*>(there); });
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
+}
 
 }  // namespace
 }  // namespace pyops
@@ -188,7 +359,27 @@ void bind_call_log(py::module_& m) {
         .def(py::init<py::buffer, int64_t, int64_t, py::function, py::function>(),
              py::arg("memory"), py::arg("header"), py::arg("entries"), py::arg("whose"),
              py::arg("describe"))
-        .def("begin", &CallLog::begin)
+        .def("kind",
+             [](const py::object& self, uint32_t group, const py::str& op, int32_t peer,
+                const py::str& dtype, const py::str& label) {
+                 auto kind = self.cast<CallLog&>().kind(group, op, peer, dtype, label);
+                 return pyops::function_of(pyops::BEGIN, self, kind);
+             })
+        .def("begin",
+             [](CallLog& log, uint32_t group, const py::str& op, int32_t peer, uint64_t bytes,
+                const py::str& dtype, const py::str& label, const py::object& frame) {
+                 auto kind = log.kind(group, op, peer, dtype, label);
+                 return log.begin(kind, bytes, reinterpret_cast<PyFrameObject*>(frame.ptr()));
+             })
+        .def("runner",
+             [](const py::object& self) { return pyops::function_of(pyops::RUN, self, {}); })
         .def("finish", &CallLog::finish)
-        .def("oldest", &CallLog::oldest);
+        .def("finish_later", &CallLog::finish_later)
+        .def("oldest", &CallLog::oldest)
+        .def("enter", &CallLog::enter)
+        .def("leave", &CallLog::leave)
+        .def_static("inside", [] { return pyops::depth > 0; })
+        .def_static("shift", [](int by) { pyops::depth += by; })
+        .def_readonly("waited", &CallLog::waited)
+        .def_readwrite("on_wait", &CallLog::on_wait);
 }

@@ -10,12 +10,14 @@ when a rank fails: the kernel keeps what the process wrote to the mapping. `pyop
 files of all ranks and says who waits for whom.
 """
 
+from pyops.flight_record.call_log import Kind
 from pyops.flight_record.frames import user_frame
 from pyops.flight_record.noting import (
     active,
     begin_in,
     entered,
     inside,
+    kind_in,
     message,
     recording,
     run_noted,
@@ -41,10 +43,12 @@ __all__ = [
     "LIFE_AT",
     "RUNNING",
     "FlightRecord",
+    "Kind",
     "active",
     "begin_in",
     "entered",
     "inside",
+    "kind_in",
     "message",
     "recording",
     "run_noted",

@@ -8,8 +8,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.flight_record.call_log import Kind
 from pyops.flight_record.record import ENTRIES, FlightRecord
 
 __all__ = [
@@ -27,6 +26,7 @@ __all__ = [
     "begin_in",
     "entered",
     "inside",
+    "kind_in",
     "message",
     "recording",
     "run_noted",
@@ -34,35 +34,28 @@ __all__ = [
 ]
 
 
-class _Inside(threading.local):
-    depth = 0  # how many calls that are noted, or need not be, this thread is within
-
-
-_inside = _Inside()
+_active: FlightRecord | None = None
 
 
 def inside() -> bool:
-    """Whether this thread is within a call that is already noted."""
-    return _inside.depth > 0
+    """Whether this thread is within a call that is already noted in the active record."""
+    return _active is not None and _active.log.inside()
 
 
 class entered:
-    """Within the block, on this thread, calls belong to one that is already noted.
+    """Within the block, on this thread, calls belong to one that is already noted in the record
+    that is active where the block begins."""
 
-    A class in place of a generator, as `waiting` is: a collective of a step meets cold caches, so
-    that each function more that is called costs microseconds.
-    """
-
-    __slots__ = ()
+    __slots__ = ("_log",)
 
     def __enter__(self) -> None:
-        _inside.depth += 1
+        self._log = None if _active is None else _active.log
+        if self._log is not None:
+            self._log.shift(1)
 
     def __exit__(self, *_: object) -> None:
-        _inside.depth -= 1
-
-
-_active: FlightRecord | None = None
+        if self._log is not None:
+            self._log.shift(-1)
 
 
 def active() -> FlightRecord | None:
@@ -151,6 +144,22 @@ def _named(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
 @functools.lru_cache(maxsize=64)
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def kind_in(
+    group: dist.ProcessGroup, op: str, *, dtype: torch.dtype | None, label: str = ""
+) -> Kind:
+    """As `FlightRecord.kind` of the active record.
+
+    Args:
+        group: The ranks.
+        op: The operation.
+        dtype: Of the tensor that all ranks give alike; None where they may differ.
+        label: What it is for.
+    """
+    assert _active is not None
+    named = "" if dtype is None else _dtype_name(dtype)
+    return _active.kind(op, group=_named(group), dtype=named, label=label)
 
 
 def begin_in(
@@ -246,24 +255,6 @@ def message(group: dist.ProcessGroup, op: str, *, peer: int, label: str = "") ->
         record.finish(index, failed=failed)
 
 
-def _enter(record: FlightRecord) -> float:
-    """This thread begins to wait in a call that is noted; when, if its time counts as waited."""
-    _inside.depth += 1
-    if threading.get_ident() != record.thread:
-        return -1.0
-    if record.on_wait is not None:
-        record.on_wait(True)
-    return time.monotonic()
-
-
-def _leave(record: FlightRecord, begun: float) -> None:
-    _inside.depth -= 1
-    if begun >= 0.0:
-        record.waited += time.monotonic() - begun
-        if record.on_wait is not None:
-            record.on_wait(False)
-
-
 class waiting:
     """Within the block, this thread waits in a call that is noted: what it calls is not noted by
     itself, and where it is the program's own thread, its time counts as waited.
@@ -279,11 +270,11 @@ class waiting:
 
     def __enter__(self) -> None:
         if self._record is not None:
-            self._begun = _enter(self._record)
+            self._begun = self._record.log.enter()
 
     def __exit__(self, *_: object) -> None:
         if self._record is not None:
-            _leave(self._record, self._begun)
+            self._record.log.leave(self._begun)
 
 
 def run_noted(
@@ -298,14 +289,11 @@ def run_noted(
         call: What to run; what it calls is not noted by itself.
         tensor: Whose device counts.
     """
-    begun = _enter(record)  # not `waiting`: in a step's cold caches each call of Python counts
     try:
-        found = call()
+        found = record.run(0, call)  # which notes no end: it may be later
     except BaseException:
         record.finish(index, failed=True)
         raise
-    finally:
-        _leave(record, begun)
     if hasattr(found, "is_completed"):
         record.finish_later(index, found.is_completed)
     elif isinstance(tensor, Tensor) and tensor.is_cuda:

@@ -13,12 +13,11 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from pyops.flight_record.call_log import ENTRY, FAILED, FINISHED, RUNNING, call_log
+from pyops.flight_record.call_log import ENTRY, FAILED, FINISHED, RUNNING, Kind, call_log
 
 __all__ = [
     "ENTRIES",
@@ -51,8 +50,9 @@ class FlightRecord:
         entries: How many calls are kept: the last ones.
 
     Attributes:
+        log: What its entries are noted in.
+        run: Runs a call that was begun: the runner of `log`.
         waited: Seconds that the thread which made this spent within collectives so far.
-        thread: The number of that thread.
         on_wait: Called with True where that thread begins to wait, and with False where it ends.
         oldest: When the oldest call that has not ended began, by time.monotonic; None: there is
             none.
@@ -68,17 +68,15 @@ class FlightRecord:
             raise ValueError(f"entries is {entries}; give 1 or more")
         self.folder, self.rank, self.size = Path(folder), rank, size
         self.path = self.folder / f"rank{rank}.flight"
-        self.waited, self.thread = 0.0, threading.get_ident()
-        self.on_wait: Callable[[bool], None] | None = None
         self._lock = threading.Lock()
         self._groups: dict[str, int] = {}
-        self._later: deque[tuple[int, Callable[[], bool]]] = deque()
         self.folder.mkdir(parents=True, exist_ok=True)
         length = HEADER_BYTES + entries * ENTRY.size
         with open(self.path, "w+b") as file:
             file.truncate(length)
             self._map = mmap.mmap(file.fileno(), length)
-        self._log = call_log(self._map, HEADER_BYTES, entries)
+        self.log = call_log(self._map, HEADER_BYTES, entries)
+        self.run = self.log.runner()
         header = {
             "version": VERSION,
             "entries": entries,
@@ -98,8 +96,21 @@ class FlightRecord:
     @property
     def oldest(self) -> float | None:
         """See the class."""
-        self._look()
-        return self._log.oldest()
+        return self.log.oldest()
+
+    @property
+    def waited(self) -> float:
+        """See the class."""
+        return self.log.waited
+
+    @property
+    def on_wait(self) -> Callable[[bool], None] | None:
+        """See the class."""
+        return self.log.on_wait
+
+    @on_wait.setter
+    def on_wait(self, call: Callable[[bool], None] | None) -> None:
+        self.log.on_wait = call
 
     def alive(self) -> None:
         """Note that the process lives."""
@@ -130,13 +141,31 @@ class FlightRecord:
         Returns:
             The number of the call, for `finish`.
         """
-        if self._later:
-            self._look()
         number = self._groups.get(group[0])
         if number is None:
             number = self._new_group(group)
         there = frame or sys._getframe(1)
-        return self._log.begin(number, op, peer, nbytes, dtype, label, there)
+        return self.log.begin(number, op, peer, nbytes, dtype, label, there)
+
+    def kind(
+        self,
+        op: str,
+        *,
+        group: tuple[str, Sequence[int]],
+        dtype: str = "",
+        peer: int = -1,
+        label: str = "",
+    ) -> Kind:
+        """What notes that calls begin, as `begin` does, for calls that differ in bytes alone: for
+        those of every step, which it costs a fraction.
+
+        Args:
+            op, group, dtype, peer, label: See `begin`.
+        """
+        number = self._groups.get(group[0])
+        if number is None:
+            number = self._new_group(group)
+        return self.log.kind(number, op, peer, dtype, label)
 
     def finish(self, index: int, *, failed: bool = False) -> None:
         """Note that a call has ended.
@@ -145,13 +174,12 @@ class FlightRecord:
             index: What `begin` returned.
             failed: Whether it raised.
         """
-        self._log.finish(index, failed)
+        self.log.finish(index, failed)
 
     def finish_later(self, index: int, is_done: Callable[[], bool]) -> None:
         """A call that goes on beside the program: it has ended when `is_done()` is true, which is
         asked at later calls and by whoever asks for `oldest`."""
-        with self._lock:
-            self._later.append((index, is_done))
+        self.log.finish_later(index, is_done)
 
     def close(self, *, failed: bool = False) -> None:
         """The program has come to its end.
@@ -159,7 +187,7 @@ class FlightRecord:
         Args:
             failed: With an error.
         """
-        self._look()
+        self.log.oldest()  # asks which calls that go on beside the program have ended
         LIFE.pack_into(self._map, LIFE_AT, FAILED if failed else FINISHED, time.time())
         self._map.flush()
 
@@ -175,14 +203,3 @@ class FlightRecord:
             with open(self._groups_path, "a") as file:
                 file.write(json.dumps({"name": group[0], "ranks": list(group[1])}) + "\n")
         return number
-
-    def _look(self) -> None:
-        """Note the ends of calls that went on beside the program."""
-        with self._lock:
-            waiting, self._later = self._later, deque()
-        for index, is_done in waiting:
-            if is_done():
-                self.finish(index)
-            else:
-                with self._lock:
-                    self._later.append((index, is_done))

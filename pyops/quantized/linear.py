@@ -2,7 +2,7 @@
 transformers' or of pyops.tensor_parallel.
 
     weights and activations    codes of x, per row --> int32 sums --> scales, bias        exact sums
-    weights alone              x as it is, weights widened: few rows in the kernel, many at once
+    weights alone              few rows: in the kernel; many: weights widened for all at once
 
                     column-parallel                    row-parallel
     a rank holds    rows of codes and their scales     columns of codes, the scales of whole rows

@@ -142,6 +142,34 @@ def test_the_collectives_of_torch(ranks, size):
     ranks(size).run(_of_torch, timeout=120)
 
 
+def _overlapping(rank: int, group: Any) -> list[str]:
+    """What an input within the output is handed to MPI as: many an MPI would forgive an overlap."""
+    given_as, call = [], group._call
+
+    def seen(name: str, given: Any, into: Any) -> None:
+        if not hasattr(given, "address"):  # a word of MPI
+            given_as.append("in place")
+        else:
+            apart = given.address + given.nbytes <= into.address
+            apart = apart or into.address + into.nbytes <= given.address
+            given_as.append("apart" if apart else "overlapping")
+        call(name, given, into)
+
+    group._call = seen
+    for start in (4 * rank, 2, 4 * (1 - rank)):
+        out = torch.arange(8.0) + 100 * rank
+        dist.all_gather_into_tensor(out, out[start : start + 4])
+        starts = [4 * r if start == 4 * rank else 4 * (1 - r) for r in range(2)]
+        starts = [2, 2] if start == 2 else starts
+        assert out.tolist() == [100.0 * r + starts[r] + i for r in range(2) for i in range(4)]
+    del group._call
+    return given_as
+
+
+def test_operands_that_overlap_are_not_handed_to_mpi(ranks):
+    assert ranks(2).run(_overlapping, timeout=60) == [["in place", "apart", "apart"]] * 2
+
+
 def _late_messages(rank: int, group: Any) -> list[float]:
     """A receive that is given up leaves its memory alone and takes no later message."""
     given_up, came = torch.zeros(1), torch.zeros(1)

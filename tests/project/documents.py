@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.workers import ROOT, collect_garbage, fork_server
+from tests.workers import ROOT, collect_garbage, fork_server, presume_costs
 
 __all__ = [
     "Blocks",
@@ -188,6 +188,7 @@ def differs(printed: str, stated: str) -> bool:
 
 def _serve(rank: int, pipe: Any) -> None:
     torch.set_num_threads(1)
+    presume_costs()
     sys.stdin = io.StringIO()
     while True:
         try:

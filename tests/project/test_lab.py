@@ -87,6 +87,7 @@ def test_a_price_is_run(ranks, tmp_path):
     assert [bool(measured) for _, measured in rows] == [True] * 3 + [False] * 7
 
 
+@pytest.mark.full  # a comparison of pages with plans, which `make docs` runs
 def test_the_pages_have_what_is_planned_for_the_machine_of_the_course(ranks, tmp_path):
     said = printed(ranks, "planned", 0, tmp_path).splitlines()
     pages = "".join(page.read_text() for page in LAB.glob("*.md"))

@@ -123,7 +123,7 @@ class MemoryCheckpoints:
         agree(error)
 
     def save(self, step: int, state: Any, *, own: Any = None) -> None:
-        """Write this rank's state to its memory, and send a copy to its neighbor. A collective.
+        """Write this rank's state to its memory, and hand a copy to its neighbor. A collective.
 
         Args:
             step: Steps that were taken.
@@ -153,7 +153,7 @@ class MemoryCheckpoints:
                 shutil.rmtree(plan.aside, ignore_errors=True)
                 raise self._refusal(error.__cause__ or error) from None
         if self._size > 1:
-            self._send_and_keep(folder, files, step)
+            self._swap_and_keep(folder, files, step)
         before, self._newest = self._newest, step
         if before is not None and before > step:  # the run was set back: it goes on from here
             self._keep_only(step)
@@ -176,11 +176,11 @@ class MemoryCheckpoints:
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _send_and_keep(self, folder: Path, files: Sequence[tuple[str, int]], step: int) -> None:
-        """Send this rank's snapshot, and keep that of the rank whose neighbor it is."""
+    def _swap_and_keep(self, folder: Path, files: Sequence[tuple[str, int]], step: int) -> None:
+        """Hand this rank's snapshot over, and keep that of the rank whose neighbor it is."""
         kept = self.own_folder / snapshot_name(step, self._from)
         aside = kept.with_name(kept.name + ".tmp")
-        error = exchange(folder, files, aside, to=self._to, source=self._from)
+        error = exchange(folder, files, aside, to=self._to, source=self._from, host=self._machine)
         with ranks_agree():
             try:
                 if error is not None:

@@ -58,8 +58,11 @@ class ThreadWork(Work):
 
     def wait(self) -> Tensor:
         if not self.done.is_set():
-            with flight_record.waiting(flight_record.active()):
+            record = flight_record.active()
+            if record is None:
                 self.done.wait()
+            else:
+                record.run(0, self.done.wait)
         if self._error is not None:
             raise self._error
         # its memory is of the thread's stream, and must not be used there again before this one's

@@ -4,12 +4,17 @@ other, and waits for its weights to be read.
     y[r, o] = bias[o] + sum over groups g of
                         s[o, g] (sum over k in g of x[r, k] (c[o, k] - z[o, g]))
 
-x stays as it is (fp32, bf16 or fp16); codes are widened in registers: whole numbers of 8 or 4 bits,
-or fp8 e4m3 (Micikevicius et al., arXiv:2209.05433), whose z is 0. A weight of one row takes the
-time of reading it: 1 or 1/2 byte, where fp32 reads 4. (Weights alone: Dettmers et al.,
-arXiv:2208.07339; Lin et al., arXiv:2306.00978, section 4.) On the CPU sums are in fp32, sixteen
-side by side, each in order and without fused multiplication: the same bits at every instruction
-set, on any number of threads, and for a row whatever stands beside it.
+x is fp32, bf16 or fp16; codes are whole numbers of 8 or 4 bits, or fp8 e4m3 (Micikevicius et al.,
+arXiv:2209.05433), whose z is 0. A weight of one row takes the time of reading it: 1 or 1/2 byte,
+where fp32 reads 4. (Weights alone: Dettmers et al., arXiv:2208.07339; Lin et al., arXiv:2306.00978,
+section 4.)
+
+On the CPU a row of x is rounded to whole numbers of 24 bits of its largest magnitude, where codes
+have one scale for each output, or are symmetric, of 4 bits, in groups of 128 or a multiple: sums of
+integers are exact and take a quarter of the instructions. A row with a number that is not finite
+gives nan. Other codes are widened to fp32, and sums are sixteen side by side, each in order and
+without fused multiplication. Either way: the same bits at every instruction set, on any number of
+threads, and for a row whatever stands beside it.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ MOMENTS: dict[str, Callable[[], Any]] = {
     ),
     "before its copy is sent": lambda: mock.patch.object(checkpoints, "exchange", die),
     "while its copy is sent": lambda: mock.patch.object(exchange, "_read", die_later()),
+    "while it copies": lambda: mock.patch.object(exchange.shutil, "copyfile", die),
     "before it keeps the copy": lambda: mock.patch.object(
         checkpoints, "put_in_place", place_but_once()
     ),
@@ -81,7 +82,7 @@ def place_but_once() -> Callable[..., Any]:
 def save_and_die(rank: int, group: object, folder: Path, moment: str) -> None:
     # Seconds for the notes of the only other rank, which was killed and leaves none.
     failure.PATIENCE = failure.GRACE = 0.5
-    memory = memory_of(rank, folder)
+    memory = memory_of(rank, folder, by_messages="sent" in moment)
     for step in (10, 20):
         save_step(memory, step, rank)
     with MOMENTS[moment]() if rank == 1 else contextlib.nullcontext():
@@ -95,6 +96,7 @@ def test_a_rank_killed_in_a_save_leaves_a_step_that_all_have(world, tmp_path):
         "own state half written": (20, 20, 20),
         "before its copy is sent": (30, 20, 20),
         "while its copy is sent": (30, 20, 20),
+        "while it copies": (30, 20, 30),
         "before it keeps the copy": (30, 20, 30),
     }
     cases = [(tmp_path / moment, moment) for moment in MOMENTS]
@@ -156,13 +158,14 @@ def test_the_first_save_of_an_attempt_removes_what_others_left(world, tmp_path, 
 NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FULL = {
     "own": "pyops.checkpoint.writing.write_tensors",
-    "neighbor's": "pyops.checkpoint.memory.exchange.open",
+    "neighbor's": "pyops.checkpoint.memory.exchange.shutil.copyfile",
+    "neighbor's, in messages": "pyops.checkpoint.memory.exchange.open",
 }
 
 
 def _fill(rank: int, group: object, folder: Path, copy: str) -> list[str]:
     """Save 10 and 20, meet a memory that is full on rank 1 twice, and, on the way, what is left."""
-    memory, told = memory_of(rank, folder), []
+    memory, told = memory_of(rank, folder, by_messages="messages" in copy), []
     for step in (10, 20):
         save_step(memory, step, rank)
     full = mock.patch(FULL[copy], side_effect=NO_ROOM, create=True)
@@ -186,7 +189,7 @@ def test_a_full_memory_leaves_the_step_before_whole(world, tmp_path, copy):
         shutil.rmtree(snapshot(run, lost, 0, 0).parent)
         # Rank 0 has received what rank 1 could not keep: the states of both.
         (name, *_), _ = world(2).run(recover, run)
-        assert name == ("step-00000040" if lost == 1 and copy == "neighbor's" else "step-00000020")
+        assert name == ("step-00000040" if lost == 1 and copy != "own" else "step-00000020")
 
 
 def _set_back(rank: int, group: object, folder: Path) -> None:

@@ -16,7 +16,16 @@ import torch.distributed as dist
 from pyops.checkpoint import CheckpointError, MemoryCheckpoints
 from pyops.checkpoint.memory.checkpoints import neighbor_distance
 from pyops.checkpoint.memory.snapshot import HEADER, snapshot_name
-from tests.checkpoint.memory.tiny_state import RUN, check, recover, save, snapshot, state_of
+from tests.checkpoint.memory.tiny_state import (
+    RUN,
+    check,
+    memory_of,
+    recover,
+    save,
+    save_step,
+    snapshot,
+    state_of,
+)
 
 pytestmark = pytest.mark.cpu_only
 
@@ -140,6 +149,27 @@ def _remove(rank: int, group: object, folder: Path) -> None:
     MemoryCheckpoints(folder / "memory", run=RUN).remove()
 
 
+def _handed(rank: int, group: object, folder: Path, by_messages: bool) -> int:
+    """Messages that a rank sends in a save, whose copy at the neighbor is a file of its own."""
+    memory = memory_of(rank, folder, by_messages=by_messages)
+    with mock.patch("torch.distributed.isend", wraps=dist.isend) as sends:
+        save_step(memory, 10, rank)
+    own, kept = (
+        sorted(snapshot(folder, keeper, 10, rank).iterdir()) for keeper in (rank, 1 - rank)
+    )
+    for ours, theirs in zip(own, kept, strict=True):
+        assert ours.name == theirs.name
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert not ours.samefile(theirs)
+    return sends.call_count
+
+
+def test_a_neighbor_of_the_same_host_copies_without_a_message(world, tmp_path):
+    assert world(2).run(_handed, tmp_path / "copied", False) == [0, 0]
+    first, second = world(2).run(_handed, tmp_path / "sent", True)
+    assert min(first, second) > 0
+
+
 @pytest.mark.parametrize(
     ("hosts", "distance"),
     [("a", 0), ("aa", 1), ("ab", 1), ("aabb", 2), ("aabbcc", 2), ("aaab", 1)],
@@ -149,7 +179,7 @@ def test_the_neighbor_is_on_another_host(hosts, distance):
 
 
 def _unread(rank: int, group: object, folder: Path) -> str:
-    memory = MemoryCheckpoints(folder / "memory", run=RUN)
+    memory = memory_of(rank, folder, by_messages=True)
     failing = mock.patch(
         "pyops.checkpoint.memory.exchange.np.fromfile", side_effect=OSError(5, "no medium")
     )

@@ -25,12 +25,16 @@ def state_of(step: int, rank: int, size: int) -> dict[str, Any]:
     return {"whole": torch.full((3,), float(step)), "step": step, "moments": {"w": shard}}
 
 
-def memory_of(rank: int, folder: Path, hosts: str = "") -> MemoryCheckpoints:
-    """Of a rank that runs on the host of this letter, all on one by default."""
-    if not hosts:
+def memory_of(
+    rank: int, folder: Path, hosts: str = "", *, by_messages: bool = False
+) -> MemoryCheckpoints:
+    """Of a rank that runs on the host of this letter, all on one by default; or of ranks with one
+    folder that take one another for ranks of other hosts."""
+    if not hosts and not by_messages:
         return MemoryCheckpoints(folder / "memory", run=RUN)
-    with mock.patch("pyops.checkpoint.memory.checkpoints.machine", return_value=hosts[rank]):
-        return MemoryCheckpoints(folder / f"host-{hosts[rank]}", run=RUN)
+    host = hosts[rank] if hosts else f"host of rank {rank}"
+    with mock.patch("pyops.checkpoint.memory.checkpoints.machine", return_value=host):
+        return MemoryCheckpoints(folder / (f"host-{host}" if hosts else "memory"), run=RUN)
 
 
 def save_step(memory: MemoryCheckpoints, step: int, rank: int) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.symmetric.conftest import EMULATION, RUNTIME, compile_with
+from tests.cuda.host_library import EMULATION as RUNTIME
+from tests.cuda.host_library import ROOT, compile_with
+from tests.cuda.symmetric.conftest import AT_ONCE, EMULATION
 from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = EMULATION.parents[3]
 MEETING, KERNEL, SCOPE = "symmetric_meeting.cuh", "symmetric_kernel.cuh", "system_scope.cuh"
 STEP = "symmetric_step.cuh"
 
@@ -56,9 +57,9 @@ WITHOUT = {
 def report(folder: Path, *which: str) -> str:
     """What ThreadSanitizer says of the tree in `folder`; skips where it can't run."""
     runtime, race, program = folder / "runtime.o", folder / "race.o", folder / "race"
-    compile_with("-g", "-DPYOPS_TSAN", "-c", RUNTIME / "runtime.cpp", "-o", runtime)
+    compile_with(AT_ONCE, "-g", "-DPYOPS_TSAN", "-c", RUNTIME / "runtime.cpp", "-o", runtime)
     source = EMULATION / "race.cpp"
-    compile_with("-g", "-fsanitize=thread", f"-I{folder}", "-c", source, "-o", race)
+    compile_with(AT_ONCE, "-g", "-fsanitize=thread", f"-I{folder}", "-c", source, "-o", race)
     compile_with("-fsanitize=thread", race, runtime, "-o", program, "-lpthread")
     if shutil.which("setarch") is None:
         pytest.skip("no setarch: ThreadSanitizer needs addresses that are not random")

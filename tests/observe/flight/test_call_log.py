@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -111,6 +112,64 @@ def test_an_end_is_noted_once_and_not_in_the_place_of_a_later_call(log: Log) -> 
         assert oldest is not None
         log_again.finish(index, False)
     assert log_again.oldest() is None
+
+
+def test_a_call_without_a_place_is_the_oldest_until_it_ends(log: Log) -> None:
+    begun = [log.log.begin(0, "barrier", -1, 0, "", "", here()) for _ in range(ENTRIES)]
+    first = log.log.oldest()
+    assert first is not None
+    for index in begun[1:]:
+        log.log.finish(index, False)
+    last = log.log.begin(0, "barrier", -1, 0, "", "", here())  # in the place of the first
+    assert log.log.oldest() == pytest.approx(first, abs=1e-6)
+    log.log.finish(begun[0], False)
+    later = log.log.oldest()
+    assert later is not None
+    assert later > first
+    log.log.finish(last, False)
+    assert log.log.oldest() is None
+
+
+def test_a_kind_notes_what_begin_notes(log: Log) -> None:
+    begin = log.log.kind(1, "all_reduce", -1, "bfloat16", "gradients")
+    first, second = here().f_lineno + 1, here().f_lineno + 2
+    assert begin(1 << 40) == 1
+    assert begin(6) == 2
+    log.log.begin(1, "all_reduce", -1, 6, "bfloat16", "gradients", here())
+    begin(7)
+    said = f"observe/flight/test_call_log.py:%s {here().f_code.co_name}"
+    assert log.entry(0)[4:11] == (1, -1, 1 << 40, RUNNING, "all_reduce", "bfloat16", "gradients")
+    assert [log.entry(at)[11] for at in (0, 1, 3)] == [
+        said % line for line in (first, second, second + 2)
+    ]
+    assert [log.entry(at)[1] for at in range(4)] == [1, 2, 3, 4]
+    assert [log.entry(at)[6] for at in range(4)] == [1 << 40, 6, 6, 7]
+
+
+def test_what_a_call_calls_is_not_noted(log: Log) -> None:
+    begin, run = log.log.kind(0, "barrier", -1, "", ""), log.log.runner()
+    found: list[int] = []
+
+    def ask() -> str:
+        found.append(begin(0))
+        return "done"
+
+    assert run(begin(0), ask) == "done"
+    other = threading.Thread(target=run, args=(0, lambda: run(0, ask)))
+    other.start()
+    other.join()
+    log.log.shift(1)
+    ask()
+    log.log.shift(-1)
+    assert found == [0, 0, 0]
+    assert log.entry(0)[7] == FINISHED
+    assert not log.log.inside()
+    index = begin(0)
+    with pytest.raises(KeyError):
+        run(index, lambda: {}["missing"])
+    assert (index, log.entry(1)[7]) == (2, FAILED)
+    assert not log.log.inside()
+    assert log.log.oldest() is None
 
 
 def call_through(files: tuple[str, ...]) -> FrameType:

@@ -24,6 +24,9 @@ CASES = (
     (1, 7, 3, Int4(group=None)),
     (5, 136, 6, Int4(group=8)),
     (1, 640, 4, Int4(group=128)),
+    (5, 384, 9, Int4(group=128)),
+    (3, 200, 6, Int8()),
+    (2, 300, 7, Int4(group=None)),
     (2, 768, 5, Int4(group=256)),
     (6, 192, 8, Int4(group=64, symmetric=False)),
     (FEW, 320, 4, Int4(group=32)),
@@ -73,6 +76,9 @@ def test_the_same_bits_at_every_instruction_set_and_number_of_threads():
     threads = torch.get_num_threads()
     for case in (
         (1, 640, 67, Int8()),
+        (3, 650, 19, Int8(symmetric=False)),
+        (3, 640, 67, Int4(group=128)),
+        (3, 651, 19, Int4(group=None)),
         (6, 640, 67, Int4(group=64, symmetric=False)),
         (6, 650, 19, FP8()),
     ):
@@ -87,6 +93,60 @@ def test_the_same_bits_at_every_instruction_set_and_number_of_threads():
         # A row's bits don't depend on those beside it
         last = code_rows_product(given["x"][-1:], *given["args"], bits=given["bits"])
         assert torch.equal(last, found[0][-1:])
+
+
+WHOLE = (Int8(), Int8(symmetric=False), Int4(group=None), Int4(group=128))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("format", WHOLE, ids=str)
+def test_a_number_is_off_by_a_part_of_the_largest_of_its_row(format: Any, isa: str):
+    """x is rounded to whole numbers of 24 bits for such codes; each row by its own largest."""
+    given = operands(4, 256, 9, format, torch.device("cpu"))
+    codes, scales, zeros, _ = given["args"]
+    x = given["x"] * torch.tensor([1.0, 1e30, 1e-30, 0.0])[:, None]
+    x[:3, 7] *= 3e4
+    y = code_rows_product(x, codes, scales, zeros, bits=given["bits"]).double()
+    weight = given["weight"].double()
+    exact = x.double() @ weight.t()
+    largest = x.double().abs().amax(1, keepdim=True)
+    allowed = 2**-23 * largest * weight.abs().sum(1) + 2**-22 * exact.abs()
+    assert ((y - exact).abs() <= allowed).all()
+    assert (y[3] == 0).all()
+    rest = x.clone()
+    rest[:, 7] = 0.0
+    kept = code_rows_product(rest, codes, scales, zeros, bits=given["bits"])
+    assert (kept[:3] != y[:3]).all()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("format", WHOLE, ids=str)
+def test_whole_numbers_have_exact_sums(format: Any, isa: str):
+    """Where x and the scales are exact in the row's unit, y is what float64 gives, rounded."""
+    given = operands(3, 256, 5, format, torch.device("cpu"))
+    codes, scales, zeros, _ = given["args"]
+    scales = torch.full_like(scales, 0.25)
+    zeros = None if zeros is None else torch.full_like(zeros, 3)
+    x = torch.randint(-900, 900, (3, 256)).float()
+    x[:, 0] = 8355584 / 2**10  # the unit is a power of two
+    given_bits = {"bits": given["bits"]}
+    weight = decode_rows(codes, scales, zeros, width=256, **given_bits).double()
+    y = code_rows_product(x, codes, scales, zeros, **given_bits)
+    exact = (x.double() @ weight.t()).float()
+    assert torch.equal(y, exact)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("format", WHOLE, ids=str)
+def test_a_row_that_is_not_finite_is_nan(format: Any, isa: str):
+    given = operands(5, 256, 6, format, torch.device("cpu"))
+    codes, scales, zeros, bias = given["args"]
+    expected = code_rows_product(given["x"], *given["args"], bits=given["bits"])
+    x = given["x"].clone()
+    x[1, 255], x[2, 0] = torch.inf, torch.nan
+    y = code_rows_product(x, codes, scales, zeros, bias, bits=given["bits"])
+    assert y[1:3].isnan().all()
+    assert torch.equal(y[[0, 3, 4]], expected[[0, 3, 4]])
 
 
 def test_nibbles_by_hand(device: torch.device, isa: str):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -57,6 +56,7 @@ ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory", "symmetric"
 # The one cache at module level: what belongs to a group lives as long as the group and is found by
 # it. Entries don't hold their group, so a destroyed one is forgotten by itself; a group that is
 # made anew is another object with an entry of its own.
+KINDS_KEPT = 1024  # a text may have the shape of a tensor, of which there is no end
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
     weakref.WeakKeyDictionary()
 )
@@ -101,6 +101,9 @@ class Communicator:
         self._costs: dict[tuple[str, str], probe.Table] = {}
         self._broken: CommunicationError | None = None
         self._streams = SideStreams()
+        # What notes the calls in that record; without the lookups of texts at each call.
+        self._record: flight_record.FlightRecord | None = None
+        self._kinds: dict[tuple[str, torch.dtype], tuple[flight_record.Kind, bool]] = {}
         self.symmetric: dict[torch.device, Any] = {}  # symmetric.memory_of; None: there is none
 
     @staticmethod
@@ -209,18 +212,33 @@ class Communicator:
         """What runs a call, and notes its end in the flight record, if one is written. The call has
         begun now."""
         record = flight_record.active()
-        if record is None or self.size == 1 or flight_record.inside():
+        if record is None or self.size == 1:
             return _at_once
+        if record is not self._record:
+            self._record, self._kinds = record, {}
+        begin, sized = self._kinds.get((what, tensor.dtype)) or self._kind(what, tensor.dtype)
+        index = begin(tensor.nbytes if sized else 0)
+        if not index:  # within a call that is noted
+            return _at_once
+        if tensor.is_cuda:
+            return lambda body: flight_record.run_noted(record, index, body, tensor)
+        return partial(record.run, index)
+
+    def _kind(self, what: str, dtype: torch.dtype) -> tuple[flight_record.Kind, bool]:
+        """What notes that such calls begin, and whether all ranks give as many bytes."""
         label = what.partition(" (")[0]
         op = label.partition(" ")[0]
-        index = flight_record.begin_in(
+        sized = "gather" not in op
+        begin = flight_record.kind_in(
             self.group,
             op,
-            tensor=None if "gather" in op else tensor,  # of which ranks may have unequal parts
-            frame=sys._getframe(2),
+            dtype=dtype if sized else None,
             label=label.removeprefix(op).strip(),
         )
-        return lambda body: flight_record.run_noted(record, index, body, tensor)
+        if len(self._kinds) >= KINDS_KEPT:
+            self._kinds.clear()
+        found = self._kinds[what, dtype] = begin, sized
+        return found
 
     def _named(
         self, call: Callable[[int], Tensor], spins: int, *, what: str, number: int
