@@ -33,7 +33,7 @@ from pyops.parameter_server.messages import (
     Verdict,
     message,
 )
-from pyops.parameter_server.session import Memory, Room, Session, Tag, rendezvous
+from pyops.parameter_server.session import OPENING, Memory, Room, Session, Tag, rendezvous
 from pyops.parameter_server.vectors import (
     check_model,
     cut,
@@ -75,8 +75,7 @@ class _Line:
         self._patience, self._shares = config.patience, config.shared_memory
         self._lock = threading.Lock()
         self._session: Session | None = None
-        self._fresh = True
-        self.epoch = 0
+        self._attempts = 0
         self.acknowledged = self.seen = 0
         self.values: Callable[[], Tensor] | None = None
         self.closing = False
@@ -98,7 +97,7 @@ class _Line:
             store: A connection of the thread that watches.
         """
         session = self._session
-        if session is not None and self._epoch_now(store) != self.epoch:
+        if session is not None and self._epoch_now(store) != session.epoch:
             self.drop(session)
 
     def open(self) -> Session:
@@ -120,7 +119,6 @@ class _Line:
                         f"gone ({reason}); let it be served by a process that outlives the others"
                     ) from error
                 else:
-                    self._fresh = True
                     return self._session
         raise CommunicationError(
             f"worker {self._hello['worker']}: shard {self._shard} did not answer within "
@@ -133,16 +131,21 @@ class _Line:
         if epoch == 0:
             raise _AnotherTime
         place = f"{self._shard}/{epoch}"
-        name = f"{place}/join/{int(self._store.add(f'{place}/joins', 1))}"
         room = self._room()
+        self._attempts += 1  # so that no two are alike
         hello = self._hello | {"acknowledged": self.acknowledged, "seen": self.seen}
         hello |= {"host": host(), "room": None if room is None else room.address}
+
+        def gone() -> bool:
+            return time.monotonic() > end or self._epoch_now() != epoch or self.closing
+
         try:
-            self._store.set(name, json.dumps(hello))
+            name = self._announce(place, json.dumps(hello | {"attempt": self._attempts}))
             while not self._store.check([f"{name}/answer"]):
-                if time.monotonic() > end or self._epoch_now() != epoch or self.closing:
+                if gone():
                     raise _AnotherTime
                 time.sleep(POLL)
+            self._store.set(f"{name}/here", "1")
             answer = json.loads(self._store.get(f"{name}/answer"))
         finally:
             if room is not None:
@@ -150,12 +153,14 @@ class _Line:
         if "error" in answer:
             raise ValueError(answer["error"])
         try:
-            session = Session(
+            session = Session.open(
                 self._store,
+                gone=gone,
                 name=name,
                 end=1,
                 room=room if answer["room"] else None,
                 parameters=_opened(answer["parameters"]),
+                epoch=epoch,
             )
             if answer["values"]:
                 assert self.values is not None
@@ -166,8 +171,19 @@ class _Line:
                 session.send(request.write(whole), Tag.VALUES)
         except RuntimeError as error:
             raise _AnotherTime from error
-        self.epoch = epoch
         return session
+
+    def _announce(self, place: str, hello: str) -> str:
+        """Leave a note for the shard, behind those of others; its name. The number and the note are
+        written at once: a number without a note, of a replica that died in between, would keep the
+        shard waiting for it."""
+        key = f"{place}/joins"  # how many notes there are, at least
+        before = self._store.get(key).decode() if self._store.check([key]) else ""
+        number = int(before or 0) + 1
+        while self._store.compare_set(f"{place}/join/{number}", "", hello) != hello.encode():
+            number += 1
+        self._store.compare_set(key, before, str(number))
+        return f"{place}/join/{number}"
 
     def _room(self) -> Room | None:
         """One to offer, where there is memory for it."""
@@ -198,7 +214,7 @@ class _Line:
         while True:
             session = self.open()
             try:
-                session.send(replace(request, epoch=self.epoch).write(whole), Tag.PUSH)
+                session.send(replace(request, epoch=session.epoch).write(whole), Tag.PUSH)
                 session.receive(answer, Tag.PUSH_REPLY)
             except RuntimeError:
                 self.drop(session)
@@ -215,10 +231,10 @@ class _Line:
         """Ask for parameters until they come."""
         while True:
             session = self.open()
-            whole = bool(request.whole) or self._fresh
+            whole = bool(request.whole) or session.fresh
             answer = session.buffer(Tag.FETCH_REPLY, sizes(whole))
             near = int(session.near)
-            asked = replace(request, epoch=self.epoch, whole=int(whole), near=near)
+            asked = replace(request, epoch=session.epoch, whole=int(whole), near=near)
             try:
                 session.send(asked.write(message()), Tag.FETCH)
                 session.receive(answer, Tag.FETCH_REPLY)
@@ -229,26 +245,26 @@ class _Line:
             if reply.verdict == Verdict.OLD_EPOCH:
                 self.drop(session)
                 continue
-            self._fresh = False
+            session.fresh = False
             self.seen = max(self.seen, reply.version)
             return session.fetched(answer, number=request.sequence, whole=whole)
 
     def leave(self, request: Request, whole: Tensor) -> None:
         """Say goodbye, where there is somebody to hear it, and end."""
-        self.closing = True
-        if self._session is not None:
+        self.closing, session = True, self._session
+        if session is not None:
             with contextlib.suppress(RuntimeError):
-                self._session.send(request.write(whole), Tag.PUSH)
-                self._session.receive(message(), Tag.PUSH_REPLY, seconds=5.0)
-            self._session.close()
+                session.send(request.write(whole), Tag.PUSH)
+                session.receive(message(), Tag.PUSH_REPLY, seconds=5.0)
+            session.close()
         for pool in self._pool:
             pool.shutdown(wait=True)
 
     def abandon(self) -> None:
         """End without a word."""
-        self.closing = True
-        if self._session is not None:
-            self._session.close()
+        self.closing, session = True, self._session
+        if session is not None:
+            session.close()
         for pool in self._pool:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -286,17 +302,21 @@ class SessionLinks:
         self._over = threading.Event()
         self._name = f"beat/{hellos[0]['worker']}/{hellos[0]['incarnation']}"
         self._worker = (hellos[0]["worker"], hellos[0]["incarnation"])
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._beats.start()
 
     def _beat(self) -> None:
-        store, number = rendezvous(self._store), 0
-        with contextlib.suppress(RuntimeError):
-            while not self._over.is_set():
+        number, store = 0, None
+        while not self._over.is_set():
+            try:
+                store = store or rendezvous(self._store)
                 number += 1
                 store.set(self._name, str(number))
                 for line in self.lines:
                     line.watch(store)
-                self._over.wait(self._config.beat_every)
+            except RuntimeError:  # a busy store was late: that connection is of no more use
+                store = None
+            self._over.wait(self._config.beat_every)
 
     def message(self, shard: int, payload_bytes: int) -> Tensor:
         """As of Links."""
@@ -317,6 +337,8 @@ class SessionLinks:
         self._over.set()
         for line, size in zip(self.lines, self._push_bytes, strict=True):
             line.leave(Request(Kind.LEAVE, *self._worker), message(size).zero_())
+        # A thread that comes back from the store when the interpreter has ended aborts the process.
+        self._beats.join(OPENING)
 
     def abandon(self) -> None:
         """End the sessions without a word, as a process that dies does."""

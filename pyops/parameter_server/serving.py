@@ -29,7 +29,16 @@ from pyops.failure import CommunicationError
 from pyops.parameter_server.config import ShardConfig, check_number
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import LOADS_IN_ORDER, Memory, Room, Session, Tag, rendezvous
+from pyops.parameter_server.session import (
+    LOADS_IN_ORDER,
+    OPENING,
+    Memory,
+    Room,
+    Session,
+    Tag,
+    own_connection,
+    rendezvous,
+)
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
 
@@ -215,6 +224,7 @@ class _Serving:
         self._memory: Memory | None = None  # in which its parameters lie
         self._digest: str | None = None
         self._replicas: list[_Replica] = []
+        self._talks: list[tuple[_Replica, threading.Thread]] = []
         self._joined = 0
         self._ending = False
         self._failed: Exception | None = None
@@ -260,10 +270,12 @@ class _Serving:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-            replicas = list(self._replicas)
-        for replica in replicas:
-            if replica.session is not None and not replica.over:
+        for replica, thread in self._talks:
+            if replica.session is not None and thread.is_alive():
                 replica.session.close()
+        # A thread that comes back from C++ when the interpreter has ended aborts the process.
+        for _, thread in self._talks:
+            thread.join(2 * OPENING)
         with self._changed:
             self._save()
         if self._memory is not None:
@@ -298,10 +310,8 @@ class _Serving:
     def _greet(self) -> None:
         """Answer the replicas that have announced themselves."""
         place = f"{self._shard}/{self._epoch}"
-        joins = int(self._store.add(f"{place}/joins", 0))
-        while self._joined < joins and self._store.check([f"{place}/join/{self._joined + 1}"]):
+        while self._store.check([name := f"{place}/join/{self._joined + 1}"]):
             self._joined += 1
-            name = f"{place}/join/{self._joined}"
             hello = json.loads(self._store.get(name))
             try:
                 answer = self._admit(hello, name)
@@ -347,7 +357,9 @@ class _Serving:
         end = Endpoint(held, push_codec=codecs[0], fetch_codec=codecs[1])
         end.loan = room = _room_of(hello, end)
         talk = (replica, end, name, wants, room)
-        threading.Thread(target=self._talk, args=talk, daemon=True).start()
+        thread = threading.Thread(target=self._talk, args=talk, daemon=True)
+        self._talks = [(r, t) for r, t in self._talks if t.is_alive()] + [(replica, thread)]
+        thread.start()
         offers = room is not None and self._memory is not None and LOADS_IN_ORDER
         address = self._memory.address if self._memory is not None and offers else None
         return {"values": wants, "room": room is not None, "parameters": address}
@@ -359,7 +371,10 @@ class _Serving:
     ) -> None:
         """A session's life: values where they are wanted, then fetches here and pushes beside."""
         try:
+            self._await_other_end(name)
             replica.session = Session(self._store, name=name, end=0, room=room)
+            if self._ending:  # which has closed the sessions that there were
+                replica.session.close()
             if wants:
                 whole = message(end.pushes.whole_bytes)
                 replica.session.receive(whole, Tag.VALUES)
@@ -368,10 +383,21 @@ class _Serving:
                     if end.shard.initialize(values):
                         self._save()
                     self._changed.notify_all()
-            threading.Thread(target=self._run, args=(self._pushes, replica, end)).start()
+            pushes = threading.Thread(target=self._run, args=(self._pushes, replica, end))
+            pushes.start()
             self._run(self._fetches, replica, end)
+            pushes.join()
         except RuntimeError:
             self._lost(replica)
+
+    def _await_other_end(self, name: str) -> None:
+        """Wait until the replica begins its end of a session, as one that has died never does: in
+        Gloo nobody could end that wait. RuntimeError where it does not."""
+        store, limit = own_connection(self._store), time.monotonic() + OPENING
+        while not store.check([f"{name}/here"]):
+            if self._ending or time.monotonic() > limit:
+                raise RuntimeError("the replica has not come")
+            time.sleep(POLL)
 
     def _run(self, talk: Any, replica: _Replica, end: Endpoint) -> None:
         assert replica.session is not None

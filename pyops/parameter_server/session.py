@@ -23,7 +23,9 @@ import datetime
 import mmap
 import os
 import platform
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from enum import IntEnum
 from typing import Any
 
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 OPENING = 20.0  # seconds that one end waits for the other
+LOOK_EVERY = 0.05  # seconds, meanwhile
 FOREVER = 365 * 86400.0
 LINE_BYTES = 64  # of a cache
 COPIED, READ = 0, 1  # numbers of a room's last line
@@ -228,6 +231,11 @@ class Session:
         end: 0 for the shard, 1 for the replica.
         room: Memory of both ends; None: messages travel whole.
         parameters: The shard's, as bytes, where the replica can read them; needs a room.
+        epoch: Which start of the shard is one of the ends.
+
+    Attributes:
+        epoch: As given.
+        fresh: Whether the replica has fetched nothing yet in this session.
     """
 
     def __init__(
@@ -238,13 +246,40 @@ class Session:
         end: int,
         room: Room | None = None,
         parameters: Tensor | None = None,
+        epoch: int = 0,
     ) -> None:
         self._other = 1 - end
+        self.epoch, self.fresh = epoch, True
         self._room, self._parameters = room, parameters
         self._rooms = {} if room is None else {Tag.PUSH: room.pushes, Tag.FETCH_REPLY: room.fetches}
         timeout = datetime.timedelta(seconds=OPENING)
         place = dist.PrefixStore(name, own_connection(store))
         self._group: Any = dist.ProcessGroupGloo(place, end, 2, timeout)
+
+    @classmethod
+    def open(cls, store: dist.Store, *, gone: Callable[[], bool], **options: Any) -> Session:
+        """A session that is not waited for once the other end has ended: Gloo learns of its death
+        only when it has been connected.
+
+        Args:
+            store: As of the class, like `options`.
+            gone: Whether the other end has ended; asked again and again. RuntimeError if so.
+        """
+        opened: futures.Future[Session] = futures.Future()
+
+        def make() -> None:
+            try:
+                opened.set_result(cls(store, **options))
+            except RuntimeError as error:
+                opened.set_exception(error)
+
+        # The end of the interpreter waits for it: a thread that comes back from C++ later would
+        # abort the process.
+        threading.Thread(target=make).start()
+        while not futures.wait([opened], LOOK_EVERY).done:
+            if gone():
+                raise RuntimeError("the other end has ended before the session began")
+        return opened.result()
 
     def buffer(self, tag: Tag, payload_bytes: int) -> Tensor:
         """Where a message of this channel is best written, or received: in the room, where there is

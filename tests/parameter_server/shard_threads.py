@@ -24,7 +24,15 @@ from pyops.parameter_server import (
 )
 from tests.parameter_server.replicas import adagrad, gradient, model
 
-__all__ = ["Served", "replica", "replica_process", "served", "shard_process", "tcp_store"]
+__all__ = [
+    "Served",
+    "replica",
+    "replica_process",
+    "served",
+    "shard_process",
+    "steps_of",
+    "tcp_store",
+]
 
 
 def tcp_store(port: int = 0) -> dist.TCPStore:
@@ -101,14 +109,21 @@ def replica(
         if seconds:
             time.sleep(seconds * (1 + (7 * worker + 3 * step) % 5))
         client.step()
+        store.set(f"steps/{worker}", str(step + 1))
     client.close()
     return client
+
+
+def steps_of(store: dist.Store, worker: int) -> int:
+    """How many steps `replica` has taken."""
+    key = f"steps/{worker}"
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def replica_process(port: int, worker: int, steps: int, shards: int, seconds: float) -> None:
     """`replica` as the target of a process."""
     faulthandler.register(signal.SIGUSR2)
-    replica(tcp_store(port), worker, steps, shards=shards, seconds=seconds)
+    replica(tcp_store(port), worker, steps, shards=shards, seconds=seconds, patience=60.0)
 
 
 def shard_process(port: int, shard: int, shards: int, folder: str, every: int, pipe: Any) -> None:

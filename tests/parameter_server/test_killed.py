@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.parameter_server.shard_threads import (
     replica_process,
     served,
     shard_process,
+    steps_of,
     tcp_store,
 )
 from tests.workers import fork_server
@@ -35,8 +37,16 @@ def kill(process: Any) -> None:
     assert not process.is_alive()
 
 
-def wait_for(process: Any, seconds: float = 60.0) -> None:
-    process.join(seconds)
+def wait_for(
+    process: Any, seconds: float = 60.0, *, progress: Callable[[], object] = lambda: None
+) -> None:
+    """Until it ends. It hangs where `progress` has been the same for so many seconds: how long the
+    whole takes is up to what else the cores compute."""
+    seen, since = progress(), time.monotonic()
+    while process.is_alive() and time.monotonic() - since < seconds:
+        process.join(0.2)
+        if (now := progress()) != seen:
+            seen, since = now, time.monotonic()
     alive = process.is_alive()
     if alive:
         os.kill(process.pid, signal.SIGUSR2)  # its threads tell on stderr where they stand
@@ -100,7 +110,7 @@ def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(moment: in
     state = torch.load(tmp_path / "shard-0.pt", weights_only=True)["state"]
     shard = start()
     client = replica(store, 2, 30, config=DownpourConfig(fetch_delay=0))
-    wait_for(worker)
+    wait_for(worker, progress=lambda: steps_of(store, 1))
     store.set("pyops/parameter_server/stop", "1")
     assert receive.poll(30)
     report = receive.recv()

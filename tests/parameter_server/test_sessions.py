@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from pyops.parameter_server import (
     serve,
 )
 from pyops.parameter_server.serving import _Replica, _Serving
+from pyops.parameter_server.session import Session
 from tests.parameter_server.replicas import adagrad, gradient, model, run, sgd, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
 
@@ -186,3 +188,33 @@ def test_a_second_process_for_a_shard_ends_the_first():
 def test_no_shard_is_an_error_that_names_it():
     with pytest.raises(CommunicationError, match=r"shard 0 did not answer within 0\.2 seconds"):
         connect(model(), tcp_store(), worker=0, patience=ConnectConfig(patience=0.2))
+
+
+def test_no_thread_outlives_a_shard_and_a_replica_that_have_ended(monkeypatch: pytest.MonkeyPatch):
+    """One that came back from a wait in C++ while the interpreter ends would abort the process."""
+    received = Session.receive
+
+    def late(self: Session, *arguments, **options) -> torch.Tensor:
+        try:
+            return received(self, *arguments, **options)
+        except RuntimeError:
+            time.sleep(0.3)
+            raise
+
+    monkeypatch.setattr(Session, "receive", late)
+    before = set(threading.enumerate())
+    with served(adagrad(0.05)) as shards:
+        often = ConnectConfig(beat_every=0.001)
+        leaves, stays = (
+            connect(model(), shards.store, worker=worker, patience=often) for worker in range(2)
+        )
+        beat = leaves.links.lines[0].watch
+        leaves.links.lines[0].watch = lambda store: (beat(store), time.sleep(0.3))
+        time.sleep(0.1)
+        leaves.close()
+        beats = leaves.links._beats.is_alive()
+    left = set(threading.enumerate()) - before - {stays.links._beats}
+    pools = {t for t in left if t.name.startswith("ThreadPoolExecutor")}  # of `stays`
+    stays.links.abandon()
+    assert not beats
+    assert left == pools, left
