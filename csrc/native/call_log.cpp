@@ -232,8 +232,7 @@ private:
     }
 
     Whose looked_up(PyObject* code) {
-        if (const auto found = codes_.find(code); found != codes_.end())
-            return found->second.whose;
+        if (const auto found = codes_.find(code); found != codes_.end()) return found->second.whose;
         auto kept = py::reinterpret_borrow<py::object>(code);
         const auto said = py::cast<std::string>(whose_(kept.attr("co_filename")));
         const Whose whose = said == "user"   ? Whose::USER
