@@ -41,6 +41,7 @@ LONG_WAYS = (
     "local SGD, every 8, states averaged, learning rate x sqrt 2",
     "DiLoCo, every 50",
     "DiLoCo, every 50, outer momentum 0.7",
+    "DiLoCo, every 50, outer momentum 0.5",
 )
 LONG_ALONE = {*LONG_WAYS} - {"local SGD, every 8", "DiLoCo, every 50"}
 SHORT_WAYS = tuple(way for way in WAYS if way not in LONG_ALONE)

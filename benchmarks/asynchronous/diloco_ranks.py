@@ -63,6 +63,7 @@ WAYS: dict[str, Callable[..., Pair]] = {
     "DiLoCo, every 25": _diloco(every=25),
     "DiLoCo, every 50": _diloco(every=50),
     "DiLoCo, every 50, outer momentum 0.7": _diloco(every=50, outer_momentum=0.7),
+    "DiLoCo, every 50, outer momentum 0.5": _diloco(every=50, outer_momentum=0.5),
     "DiLoCo, every 50, int8": _diloco(every=50, codec="int8"),
     "DiLoCo, every 50, int4": _diloco(every=50, codec="int4"),
     "DiLoCo, every 50, one bit": _diloco(every=50, codec="onebit"),
