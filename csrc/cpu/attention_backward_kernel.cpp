@@ -10,6 +10,7 @@
 #include <sched.h>
 
 #include "attention_scores.h"
+#include "softmax_row.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
@@ -50,16 +51,6 @@ struct Meeting {
     PairsAhead next_bias, own_dbias;
     uint64_t seen[QT];
 };
-
-template <typename W>
-void weights_of(W* x, W lse, int64_t n) {
-    for_each_of<W>(n, [=](auto lane, int64_t i) __attribute__((always_inline)) {
-        using V = typename decltype(lane)::type;
-        V s;
-        load(s, x + i);
-        store(x + i, softmax_exponential(s - V(lse)));
-    });
-}
 
 // dS = P (f dP - delta) in place of dP, and kept = f P; f: of dropout, or null.
 template <typename W>

@@ -6,15 +6,21 @@
 namespace pyops::PYOPS_ISA {
 namespace {
 
-// x = exp(x - shift); the sum of all.
+// x = exp(x - shift).
 template <typename W>
-W exponentials(W* x, int64_t n, W shift) {
+void weights_of(W* x, W shift, int64_t n) {
     for_each_of<W>(n, [=](auto lane, int64_t i) __attribute__((always_inline)) {
         using V = typename decltype(lane)::type;
         V s;
         load(s, x + i);
         store(x + i, softmax_exponential(s - V(shift)));
     });
+}
+
+// The same; the sum of all.
+template <typename W>
+W exponentials(W* x, int64_t n, W shift) {
+    weights_of(x, shift, n);
     Sums<W> sum;
     across<W>(n, [&](auto lane, int64_t i, int slot) __attribute__((always_inline)) {
         typename decltype(lane)::type e;
