@@ -53,10 +53,11 @@ __all__ = ["ALGORITHMS", "Communicator", "groups_in_use", "release"]
 
 ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory", "symmetric")
 
+KINDS_KEPT = 1024  # a text may have the shape of a tensor, of which there is no end
+
 # The one cache at module level: what belongs to a group lives as long as the group and is found by
 # it. Entries don't hold their group, so a destroyed one is forgotten by itself; a group that is
 # made anew is another object with an entry of its own.
-KINDS_KEPT = 1024  # a text may have the shape of a tensor, of which there is no end
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
     weakref.WeakKeyDictionary()
 )
