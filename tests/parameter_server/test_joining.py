@@ -11,7 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from pyops.comm import Int8
-from pyops.parameter_server import ConnectConfig, DownpourConfig, connect, connecting, session
+from pyops.parameter_server import (
+    ConnectConfig,
+    DownpourConfig,
+    connect,
+    connecting,
+    serving,
+    session,
+)
 from pyops.parameter_server.messages import Kind, Request
 from pyops.parameter_server.session import Session, rendezvous
 from tests.parameter_server.replicas import adagrad, gradient, model
@@ -96,6 +103,18 @@ def test_a_shard_that_dies_while_a_session_is_opened_is_not_waited_for(
     Session(notes, name="0/1/join/1", end=0).close()  # so that no thread waits for hours
     assert shards.reports[0].epoch == 2
     assert shards.reports[0].counts.applied == 3
+
+
+def test_a_replica_that_dies_before_its_session_begins_holds_up_no_shard_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It has left its note, and its end of the session never comes."""
+    for module in (serving, session):
+        monkeypatch.setattr(module, "OPENING", 60.0)  # longer than a shard is given to end
+    monkeypatch.setattr(connecting, "rendezvous", lambda store: DyingStore(rendezvous(store), 2))
+    with served(adagrad(0.05)) as shards, pytest.raises(Dies):
+        connect(model(), shards.store, worker=0)
+    assert shards.reports[0].counts.applied == 0
 
 
 def test_a_replica_gives_signs_of_life_again_after_the_store_was_late(
