@@ -16,6 +16,7 @@ from pyops import optim
 from pyops.offload import Offloaded
 from pyops.offload import optimizer as offload_optimizer
 from pyops.ops.library import native
+from tests.open_files import open_files
 
 pytestmark = [
     pytest.mark.cpu_only,
@@ -281,21 +282,10 @@ def test_a_disk_that_fails_in_a_step_is_an_error_that_names_the_file(tmp_path):
     optimizer = optim.AdamW(params)
     offloaded = Offloaded(optimizer, str(tmp_path), tile_bytes=1 << 16)
     train(optimizer, offloaded.step, range(1))
-    os.truncate(
-        f"/proc/self/fd/{_descriptor_of(tmp_path)}", 1 << 17
-    )  # what a disk that lost data looks like
+    descriptor, *_ = open_files(tmp_path)
+    os.truncate(f"/proc/self/fd/{descriptor}", 1 << 17)  # what a disk that lost data looks like
     with pytest.raises(OSError, match=rf"read of \d+ bytes.*{tmp_path}"):
         train(optimizer, offloaded.step, range(1, 2))
     assert optimizer.param_groups[0]["params"][0] is params[0], (
         "the optimizer has its own parameters again"
     )
-
-
-def _descriptor_of(folder: Any) -> int:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith(str(folder)):
-                return int(name)
-        except OSError:
-            continue
-    raise AssertionError("the file is not open")

@@ -3,7 +3,6 @@ with them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.elastic import ActivationCache, open_cache
+from tests.open_files import open_files
 from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -101,12 +101,9 @@ def test_too_much_and_unequal_are_refused_on_all(world):
 def memory_of_caches() -> set[str]:
     """What the kernel calls the pieces that this process has, mapped or open. "(deleted)": no file
     system knows it, so that it ends with the last process that has it."""
-    files = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that lists them
-            files.append(os.readlink(f"/proc/self/fd/{number}"))
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    return {name for name in (*maps, *files) if "pyops-activations" in name}
+    mapped = {name for name in maps if "pyops-activations" in name}
+    return mapped | set(open_files("pyops-activations").values())
 
 
 def _die(rank: int, group: dist.ProcessGroup) -> bool:

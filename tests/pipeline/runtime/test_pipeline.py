@@ -399,7 +399,7 @@ def four_from_device_to_device(rank: int, group: Any) -> None:
         for _ in range(2):
             over_ranks(rank, group, "1f1b", 4, 5, "except_last")
             files.append(len(os.listdir("/proc/self/fd")))
-    assert files[0] == files[1], "a closed pipeline keeps its groups"
+    assert files[1] <= files[0], "a closed pipeline keeps its groups"
 
 
 def test_tensors_apart_over_four_ranks(world):
