@@ -71,9 +71,6 @@ WAYS: dict[str, Callable[..., Pair]] = {
     "DiLoCo, every 50 after 500 steps, outer momentum 0.5": _diloco(
         every=50, after=500, outer_momentum=0.5
     ),
-    "DiLoCo, every 50 after 500 steps, outer momentum 0.5, states averaged": _diloco(
-        every=50, after=500, outer_momentum=0.5, states="average"
-    ),
     "DiLoCo, every 50, int8": _diloco(every=50, codec="int8"),
     "DiLoCo, every 50, int4": _diloco(every=50, codec="int4"),
     "DiLoCo, every 50, one bit": _diloco(every=50, codec="onebit"),
