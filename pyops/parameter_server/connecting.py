@@ -214,7 +214,7 @@ class _Line:
         while True:
             session = self.open()
             try:
-                session.send(replace(request, epoch=session.epoch).write(whole), Tag.PUSH)
+                session.send_push(replace(request, epoch=session.epoch).write(whole))
                 session.receive(answer, Tag.PUSH_REPLY)
             except RuntimeError:
                 self.drop(session)
@@ -254,7 +254,7 @@ class _Line:
         self.closing, session = True, self._session
         if session is not None:
             with contextlib.suppress(RuntimeError):
-                session.send(request.write(whole), Tag.PUSH)
+                session.send(request.write(whole)[:HEADER_BYTES], Tag.PUSH)
                 session.receive(message(), Tag.PUSH_REPLY, seconds=5.0)
             session.close()
         for pool in self._pool:
