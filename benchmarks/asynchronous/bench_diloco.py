@@ -43,6 +43,7 @@ LONG_WAYS = (
     "DiLoCo, every 50, outer momentum 0.7",
     "DiLoCo, every 50, outer momentum 0.5",
     "local SGD, every 8 after 500 steps, states averaged",
+    "local SGD, every 8 after 1000 steps",
     "DiLoCo, every 50 after 500 steps, outer momentum 0.5",
 )
 LONG_ALONE = {*LONG_WAYS} - {"local SGD, every 8", "DiLoCo, every 50"}

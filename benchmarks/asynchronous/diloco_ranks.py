@@ -64,6 +64,9 @@ WAYS: dict[str, Callable[..., Pair]] = {
         _replica,
         options=LocalSGDConfig(method="local_sgd", every=8, after=500, states="average"),
     ),
+    "local SGD, every 8 after 1000 steps": partial(
+        _replica, options=LocalSGDConfig(method="local_sgd", every=8, after=1000)
+    ),
     "DiLoCo, every 25": _diloco(every=25),
     "DiLoCo, every 50": _diloco(every=50),
     "DiLoCo, every 50, outer momentum 0.7": _diloco(every=50, outer_momentum=0.7),
