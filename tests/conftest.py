@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -137,9 +138,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    """Libraries that count what is left over at the end are to find nothing."""
-    gc.unfreeze()
+# Libraries that count what is left over at the end are to find nothing; before that, pytest looks
+# five times for what tests left over.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -122,32 +122,49 @@ class Outcome:
     exitcode: int | None = None
 
 
-def _from_host(
-    cls: type[torch.Tensor], host: torch.Tensor, device: str, requires_grad: bool
+def _from_bytes(
+    kind: type[torch.Tensor],
+    written: bytearray,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    device: str,
+    requires_grad: bool,
 ) -> torch.Tensor:
-    there = host.to(device)
-    return (
-        torch.nn.Parameter(there, requires_grad)
-        if cls is torch.nn.Parameter
-        else there.requires_grad_(requires_grad)
-    )
+    flat = torch.frombuffer(written, dtype=dtype) if written else torch.empty(0, dtype=dtype)
+    there = flat.view(shape).to(device)
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(there, requires_grad)
+    return there.requires_grad_(requires_grad)
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Tensors of a device travel between processes by way of the host: their memory ends with the
-    process that made it."""
-    if tensor.device.type != "cuda":
+    """A tensor is written as its bytes. torch would share its memory, for which each tensor costs
+    a connection from one process to the other; that of a device ends with its process besides."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_leaf:
         return reductions.reduce_tensor(tensor)
-    return _from_host, (
+    host = tensor.detach().cpu().contiguous().flatten()
+    written = bytearray(host.view(torch.uint8).numpy().tobytes())
+    return _from_bytes, (
         type(tensor),
-        tensor.detach().cpu(),
+        written,
+        tensor.dtype,
+        tensor.shape,
         str(tensor.device),
         tensor.requires_grad,
     )
 
 
-for _cls in (torch.Tensor, torch.nn.Parameter):
-    ForkingPickler.register(_cls, _reduce)
+class _Pickler(ForkingPickler):
+    """Of what a test and its ranks tell each other."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        ways = dict.fromkeys((torch.Tensor, torch.nn.Parameter), _reduce)
+        self.dispatch_table = {**self.dispatch_table, **ways}
+
+
+def _send(pipe: Any, message: Any) -> None:
+    pipe.send_bytes(_Pickler.dumps(message))
 
 
 def fork_server() -> Any:
@@ -199,7 +216,7 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
                 answer = (None, traceback.format_exc())
             else:
                 _destroy_groups()
-            pipe.send(answer)
+            _send(pipe, answer)
     # A peer may be gone already; leaving without ceremony is what keeps a failed test short.
     os._exit(0)
 
@@ -268,7 +285,8 @@ class Pool:
     def begin(self, body: Body, *args: Any) -> None:
         """Have every rank begin a body; `collect` has what came of it."""
         for pipe in self._pipes:
-            pipe.send((body.__module__, body.__qualname__, str(torch.get_default_device()), args))
+            device = str(torch.get_default_device())
+            _send(pipe, (body.__module__, body.__qualname__, device, args))
 
     def collect(self, *, timeout: float) -> list[Outcome]:
         """How each rank ended the body that it began, in rank order."""

@@ -3,8 +3,8 @@ GPT on 2 ranks at 100 Mbit/s, beside torch DDP + AdamW.
 
     loss     250 steps: local SGD every 8 and 16 steps, DiLoCo every 25 and 50, as fp32, int8, int4
              and one bit; the loss held out is of the global values
-    long     2000 steps, local SGD every 8 and DiLoCo every 50, over a fast link: rows of losses, in
-             which there are no times
+    long     2000 steps, local SGD every 8 and DiLoCo every 50, over a fast link, from the beginning
+             and after 500 steps that end with a mean each: rows of losses, without times
     virtual  64 replicas in virtual time, of which each step takes a time of its own: what part of
              the time they compute, by the steps between two meetings
 
@@ -42,6 +42,8 @@ LONG_WAYS = (
     "DiLoCo, every 50",
     "DiLoCo, every 50, outer momentum 0.7",
     "DiLoCo, every 50, outer momentum 0.5",
+    "local SGD, every 8 after 500 steps, states averaged",
+    "DiLoCo, every 50 after 500 steps, outer momentum 0.5",
 )
 LONG_ALONE = {*LONG_WAYS} - {"local SGD, every 8", "DiLoCo, every 50"}
 SHORT_WAYS = tuple(way for way in WAYS if way not in LONG_ALONE)

@@ -60,10 +60,17 @@ WAYS: dict[str, Callable[..., Pair]] = {
     "local SGD, every 16": partial(_replica, options=LocalSGDConfig(method="local_sgd", every=16)),
     "local SGD, every 8, states averaged": AVERAGED,
     "local SGD, every 8, states averaged, learning rate x sqrt 2": AVERAGED,
+    "local SGD, every 8 after 500 steps, states averaged": partial(
+        _replica,
+        options=LocalSGDConfig(method="local_sgd", every=8, after=500, states="average"),
+    ),
     "DiLoCo, every 25": _diloco(every=25),
     "DiLoCo, every 50": _diloco(every=50),
     "DiLoCo, every 50, outer momentum 0.7": _diloco(every=50, outer_momentum=0.7),
     "DiLoCo, every 50, outer momentum 0.5": _diloco(every=50, outer_momentum=0.5),
+    "DiLoCo, every 50 after 500 steps, outer momentum 0.5": _diloco(
+        every=50, after=500, outer_momentum=0.5
+    ),
     "DiLoCo, every 50, int8": _diloco(every=50, codec="int8"),
     "DiLoCo, every 50, int4": _diloco(every=50, codec="int4"),
     "DiLoCo, every 50, one bit": _diloco(every=50, codec="onebit"),

@@ -115,18 +115,17 @@ class FlatBuffer:
         like = self.parameters[0]
         self.data = torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device)
         self.grad = torch.zeros_like(self.data) if grad is None else grad.zero_()
-        self.grad_views: list[Tensor] = []
+        self.grad_views: list[Tensor] = self._views_of(self.grad)
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters):
                 where, shape = self.layout.slice_at(index), self.layout.shapes[index]
-                grad_view, before = self.grad[where].view(shape), parameter.grad
+                grad_view, before = self.grad_views[index], parameter.grad
                 self.data[where].view(shape).copy_(parameter)
                 if before is not None:
                     grad_view.copy_(before)
                 parameter.grad = None  # a gradient of other strides would keep .data from being set
                 parameter.data = self.data[where].view(shape)
                 parameter.grad = grad_view
-                self.grad_views.append(grad_view)
         self.parameter = nn.Parameter(self.data, requires_grad=True)
         self.parameter.grad = self.grad
         self.parameter.flat_layout = self.layout  # type: ignore[attr-defined]  # for optimizers that go by layers
@@ -152,6 +151,24 @@ class FlatBuffer:
                 f"which holds {self.names}"
             )
         return self._index[id(parameter)]
+
+    def _views_of(self, grad: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat gradient."""
+        layout = self.layout
+        return [grad[layout.slice_at(i)].view(shape) for i, shape in enumerate(layout.shapes)]
+
+    def move_gradient(self, grad: Tensor) -> None:
+        """The flat gradient is `grad` from now on, with the values that it has; the one before
+        keeps its own.
+
+        Args:
+            grad: As of the class.
+        """
+        _check_gradient(grad, self.layout.numel, self.data)
+        self.grad, self.grad_views = grad, self._views_of(grad)
+        self.parameter.grad = grad
+        for parameter, view in zip(self.parameters, self.grad_views, strict=True):
+            parameter.grad = view
 
     def zero_grad(self) -> None:
         """Zero all gradients in one pass and make every parameter.grad its view again."""

@@ -265,8 +265,9 @@ class LocalSGD(SavedReplica):
         self, arriving: OnItsWay, extras: list[tuple[Tensor, Tensor]], *, resets: bool
     ) -> None:
         parts, values = self.fragments[arriving.fragment], self._values_of(arriving.fragment)
+        outer = arriving.due > self.config.after
         for part, own, mean in zip(parts, values, arriving.means, strict=True):
-            part.apply(mean, own, replicas=self.exchange.size)
+            part.apply(mean, own, replicas=self.exchange.size, outer=outer)
         for tensor, mean in extras:
             tensor.copy_(mean)
         if resets and self.config.states == "reset":

@@ -25,8 +25,10 @@ class LocalSGDConfig:
             SGD with Nesterov momentum (Douillard et al., arXiv:2311.08105). "easgd": replicas and
             a center attract each other (Zhang, Choromanska, LeCun, arXiv:1412.6651, section 2).
         every: Inner steps from one exchange of a parameter to the next; H in the papers.
-        after: The first so many steps end with an exchange each, and `every` holds from then on:
-            post-local SGD (Lin et al., arXiv:1808.07217); 0: `every` from the beginning.
+        after: The first so many steps end with an exchange each, whose mean is taken as it is, and
+            `every` and the outer optimizer hold from then on: post-local SGD (Lin et al.,
+            arXiv:1808.07217), and DiLoCo from a model that has begun to learn, as in its paper
+            (section 3); 0: from the beginning.
         outer_lr: The outer learning rate of "diloco".
         outer_momentum: The outer momentum of "diloco", with Nesterov's look ahead where it is
             more than 0.
@@ -108,10 +110,10 @@ class LocalSGDConfig:
                 f"keep_local is {self.keep_local}, but method 'easgd' keeps 1 - alpha of a "
                 "replica's own value; leave keep_local out"
             )
-        if self.after and self.method != "local_sgd":
+        if self.after and self.method == "easgd":
             raise ValueError(
-                f"after is {self.after}, which is of method 'local_sgd' (post-local SGD); "
-                f"method is {self.method!r}: set after to 0"
+                f"after is {self.after}, but the replicas of method 'easgd' attract each other "
+                "from the first step on; set after to 0"
             )
         self.check_codec()
 

@@ -172,13 +172,16 @@ class Part:
         self._before = None
 
     @torch.no_grad()
-    def apply(self, mean: Tensor, values: Sequence[Value], *, replicas: int) -> None:
+    def apply(
+        self, mean: Tensor, values: Sequence[Value], *, replicas: int, outer: bool = True
+    ) -> None:
         """Take up a mean, in the global vector and in this replica.
 
         Args:
             mean: What `begin` made of the message.
             values: The replica's present numbers.
             replicas: How many the mean is of.
+            outer: Whether "diloco" takes a step of its outer optimizer; else the mean as it is.
         """
         self._before = None
         if self.config.method == "easgd":
@@ -186,7 +189,7 @@ class Part:
             return
         if self.sends_values:
             self.weights.copy_(mean)
-        elif self._outer is None:
+        elif self._outer is None or not outer:
             self.weights.sub_(mean)
         else:
             self._step(mean)

@@ -71,7 +71,10 @@ class Client:
         check_model(model, buffers=self.config.buffers, codecs=any(codecs))
         self.model, self.links = model, links
         self.worker, self.incarnation = worker, incarnation
-        self.buffer = FlatBuffer(named_parameters(model))
+        # Where shards read gradients in place: vectors of which one is computed in, `_near`.
+        self._lent, self._near = links.gradients, 1
+        grad = self._lent[0] if self._lent else None
+        self.buffer = FlatBuffer(named_parameters(model), grad=grad)
         data = self.buffer.data
         starts = links.starts
         self._parts = [slice(a, b) for a, b in pairwise(starts)]
@@ -84,7 +87,7 @@ class Client:
         self._known = data.clone() if apart else data
         self._accrued = torch.empty_like(data)  # of _count gradients, where that is above 0
         self._first: Tensor | None = None
-        self._count = self.step_number = 0
+        self._count = self._checked = self.step_number = 0
         self._sequences = [0] * len(sizes)
         self._num_fetches = 0
         self.versions = [0] * len(sizes)
@@ -105,12 +108,13 @@ class Client:
     def exchange(self) -> Iterator[Pending]:
         """What `step` does, as an iterator over what has to be waited for: virtual time waits in
         its own way."""
-        gradient = self._gradient()
+        due = self.step_number % self.config.push_every == 0
+        gradient = self._gradient(check=due and self._count == 0)
         if gradient is not None:
-            self._accrue(gradient)
             if self.config.local_lr:
                 self.buffer.data.add_(gradient, alpha=-self.config.local_lr)
-        if self.step_number % self.config.push_every == 0:
+            self._accrue(gradient, due=due)
+        if due:
             yield from self._pushed()
             self._begin_push()
         elif self._first is not None:
@@ -175,24 +179,35 @@ class Client:
 
     # parts
 
-    def _gradient(self) -> Tensor | None:
-        """The flat gradient; None, counted, where it is not finite."""
+    def _gradient(self, *, check: bool) -> Tensor | None:
+        """The flat gradient; None, counted, where it is not finite. With `check` shards that can
+        read it look, too, at the same time: it may be all of a push."""
         for index in range(len(self.buffer)):
             self.buffer.restore_gradient(index)
+        self._checked = self.step_number + 1 if check and self._lent else 0
+        if self._checked:
+            for shard in range(len(self._parts)):
+                self.links.check(shard, self._request(Kind.CHECK, shard, 0, near=self._near))
         if all_finite(self.buffer.grad):
             return self.buffer.grad
         self.skipped += 1
+        self._checked = 0
         return None
 
-    def _accrue(self, gradient: Tensor) -> None:
-        """Add a gradient. The first of a push stays where it is: it may be the only one."""
+    def _accrue(self, gradient: Tensor, *, due: bool) -> None:
+        """Add a gradient. The first of a push stays where it is: it may be the only one. The sum
+        of those that are due is made in the last one, which shards may read where it lies."""
         if self._count == 0:
             self._first = gradient
+        elif due:
+            self._first = gradient.add_(self._accrued)
         else:
             self._accrued += gradient
         self._count += 1
 
-    def _request(self, kind: Kind, shard: int, sequence: int, *, whole: bool = False) -> Request:
+    def _request(
+        self, kind: Kind, shard: int, sequence: int, *, whole: bool = False, near: int = 0
+    ) -> Request:
         return Request(
             kind,
             self.worker,
@@ -201,6 +216,8 @@ class Client:
             seen=self.versions[shard],
             count=self._count,
             whole=int(whole),
+            near=near,
+            checked=0 if kind == Kind.FETCH else self._checked,
         )
 
     def _begin_push(self) -> None:
@@ -208,17 +225,32 @@ class Client:
             return
         accrued = self._accrued if self._first is None else self._first
         self._first = None
-        if self.config.mean:
+        if self.config.mean and self._count > 1:
             accrued /= self._count
+        near = self._place(accrued) if self._lent else 0
         for shard, where in enumerate(self._parts):
-            part = self.pushes[shard]
-            whole = self.links.message(shard, part.payload_bytes)
-            part.write(accrued[where], whole[HEADER_BYTES:])
+            whole = None
+            if not near:
+                part = self.pushes[shard]
+                whole = self.links.message(shard, part.payload_bytes)
+                part.write(accrued[where], whole[HEADER_BYTES:])
             self._sequences[shard] += 1
-            request = self._request(Kind.PUSH, shard, self._sequences[shard])
+            request = self._request(Kind.PUSH, shard, self._sequences[shard], near=near)
             self._pushing.append(self.links.push(shard, request, whole))
+        if near == self._near:
+            self._near = 3 - near
+            self.buffer.move_gradient(self._lent[self._near - 1])
         self.pushed_gradients += self._count
-        self._count = 0
+        self._count = self._checked = 0
+
+    def _place(self, accrued: Tensor) -> int:
+        """Which of the lent vectors holds a push, 1 or 2. The one that is not computed in is free:
+        the push before has been answered."""
+        if accrued is self.buffer.grad:
+            return self._near
+        free = 3 - self._near
+        self._lent[free - 1].copy_(accrued)
+        return free
 
     def _pushed(self) -> Iterator[Pending]:
         pushing, self._pushing = self._pushing, []

@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -33,7 +35,15 @@ from pyops.parameter_server.messages import (
     Verdict,
     message,
 )
-from pyops.parameter_server.session import OPENING, Memory, Room, Session, Tag, rendezvous
+from pyops.parameter_server.session import (
+    OPENING,
+    Gradients,
+    Memory,
+    Room,
+    Session,
+    Tag,
+    rendezvous,
+)
 from pyops.parameter_server.vectors import (
     check_model,
     cut,
@@ -78,6 +88,7 @@ class _Line:
         self._attempts = 0
         self.acknowledged = self.seen = 0
         self.values: Callable[[], Tensor] | None = None
+        self.gradients: Sequence[Tensor] = ()  # this shard's part of both vectors
         self.closing = False
         self._pool = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
 
@@ -88,6 +99,15 @@ class _Line:
     def _epoch_now(self, store: dist.Store | None = None) -> int:
         key, store = f"{self._shard}/epoch", store or self._store
         return int(store.get(key)) if store.check([key]) else 0
+
+    @property
+    def lends(self) -> bool:
+        """Whether the shard reads the gradients where they lie."""
+        return self._session is not None and self._session.lent
+
+    def keep_gradients(self) -> None:
+        """No shard reads gradients where they lie: later sessions do not offer them."""
+        self._hello, self.gradients = self._hello | {"gradients": None}, ()
 
     def watch(self, store: dist.Store) -> None:
         """End the session with a shard that has been started again since, so that what waits in it
@@ -161,6 +181,7 @@ class _Line:
                 room=room if answer["room"] else None,
                 parameters=_opened(answer["parameters"]),
                 epoch=epoch,
+                lent=answer["room"] and hello["gradients"] is not None,
             )
             if answer["values"]:
                 assert self.values is not None
@@ -190,7 +211,8 @@ class _Line:
         if not self._shares:
             return None
         try:
-            return Room.make(self._hello["push_bytes"], self._hello["fetch_bytes"])
+            lent = self._hello["gradients"] is not None
+            return Room.make(0 if lent else self._hello["push_bytes"], self._hello["fetch_bytes"])
         except OSError:
             return None
 
@@ -208,13 +230,30 @@ class _Line:
             message(payload_bytes) if session is None else session.buffer(Tag.PUSH, payload_bytes)
         )
 
-    def push(self, request: Request, whole: Tensor) -> Tensor:
+    def check(self, request: Request) -> None:
+        """Send a check, where there is a session that it is of use to."""
+        session = self._session
+        if session is not None and session.lent:
+            with contextlib.suppress(RuntimeError):  # the push finds out, too
+                session.send(replace(request, epoch=session.epoch).write(message()), Tag.PUSH)
+
+    def _message_of(self, request: Request, session: Session) -> Tensor:
+        """The message of a push that lies in the gradients: its header, or a copy of all of it."""
+        if session.lent:
+            return message()
+        payload = self.gradients[request.near - 1].view(torch.uint8)
+        copied = message(len(payload))
+        copied[HEADER_BYTES:] = payload
+        return copied
+
+    def push(self, request: Request, whole: Tensor | None) -> Tensor:
         """Send a push until it is answered; the reply."""
         answer = message()
         while True:
             session = self.open()
+            sent = self._message_of(request, session) if whole is None else whole
             try:
-                session.send(replace(request, epoch=session.epoch).write(whole), Tag.PUSH)
+                session.send_push(replace(request, epoch=session.epoch).write(sent))
                 session.receive(answer, Tag.PUSH_REPLY)
             except RuntimeError:
                 self.drop(session)
@@ -254,7 +293,7 @@ class _Line:
         self.closing, session = True, self._session
         if session is not None:
             with contextlib.suppress(RuntimeError):
-                session.send(request.write(whole), Tag.PUSH)
+                session.send(request.write(whole)[:HEADER_BYTES], Tag.PUSH)
                 session.receive(message(), Tag.PUSH_REPLY, seconds=5.0)
             session.close()
         for pool in self._pool:
@@ -279,6 +318,13 @@ def _opened(address: list[int] | None) -> Tensor | None:
         return None
 
 
+def _end(over: threading.Event, beats: threading.Thread) -> None:
+    """End a replica's signs of life."""
+    over.set()
+    if beats is not threading.current_thread():
+        beats.join(OPENING)
+
+
 class _AnotherTime(Exception):
     """The shard is not there, or not any more."""
 
@@ -293,8 +339,9 @@ class SessionLinks:
         hellos: Sequence[dict[str, Any]],
         push_bytes: Sequence[int],
         config: ConnectConfig,
+        gradients: Gradients | None = None,
     ) -> None:
-        self.starts, self._push_bytes = starts, push_bytes
+        self.starts, self._push_bytes, self._gradients = starts, push_bytes, gradients
         self._store, self._config = store, config
         self.lines = [
             _Line(rendezvous(store), shard, hello, config) for shard, hello in enumerate(hellos)
@@ -304,6 +351,9 @@ class SessionLinks:
         self._worker = (hellos[0]["worker"], hellos[0]["incarnation"])
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
+        # A thread that comes back from the store when the interpreter has ended aborts the process:
+        # a replica that never calls close ends it at exit.
+        self._end_beats = weakref.finalize(self, _end, self._over, self._beats)
 
     def _beat(self) -> None:
         number, store = 0, None
@@ -318,11 +368,37 @@ class SessionLinks:
                 store = None
             self._over.wait(self._config.beat_every)
 
+    def open(self, values: Tensor) -> None:
+        """Begin the sessions.
+
+        Args:
+            values: The model's, with which shards begin that have none.
+        """
+        for line, (a, b) in zip(self.lines, pairwise(self.starts), strict=True):
+            line.values = values[a:b].clone
+            if self._gradients is not None:
+                line.gradients = self._gradients.part(a, b - a)
+            line.open()
+        if self._gradients is not None and not any(line.lends for line in self.lines):
+            for line in self.lines:
+                line.keep_gradients()
+            self._gradients.close()
+            self._gradients = None
+
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        """As of Links."""
+        return () if self._gradients is None else self._gradients.vectors
+
     def message(self, shard: int, payload_bytes: int) -> Tensor:
         """As of Links."""
         return self.lines[shard].message(payload_bytes)
 
-    def push(self, shard: int, request: Request, whole: Tensor) -> Future[Tensor]:
+    def check(self, shard: int, request: Request) -> None:
+        """As of Links."""
+        self.lines[shard].submit(0, self.lines[shard].check, request)
+
+    def push(self, shard: int, request: Request, whole: Tensor | None) -> Future[Tensor]:
         """As of Links."""
         return self.lines[shard].submit(0, self.lines[shard].push, request, whole)
 
@@ -337,14 +413,17 @@ class SessionLinks:
         self._over.set()
         for line, size in zip(self.lines, self._push_bytes, strict=True):
             line.leave(Request(Kind.LEAVE, *self._worker), message(size).zero_())
-        # A thread that comes back from the store when the interpreter has ended aborts the process.
-        self._beats.join(OPENING)
+        self._end_beats()
+        if self._gradients is not None:
+            self._gradients.close()
 
     def abandon(self) -> None:
         """End the sessions without a word, as a process that dies does."""
         self._over.set()
         for line in self.lines:
             line.abandon()
+        if self._gradients is not None:
+            self._gradients.close()
 
 
 def connect(
@@ -377,7 +456,7 @@ def connect(
     """
     check_number(worker, name="worker", least=0)
     check_number(shards, name="shards", least=1)
-    config = config or DownpourConfig()
+    config, patience = config or DownpourConfig(), patience or ConnectConfig()
     codecs = (config.push_codec, config.fetch_codec)
     check_model(model, buffers=config.buffers, codecs=any(codecs))
     starts, digest = cut(model, shards=shards), layout_digest(model, shards=shards)
@@ -385,6 +464,10 @@ def connect(
     dtype = named_parameters(model)[0][1].dtype
     place = rendezvous(store)
     incarnation = int(place.add(f"incarnation/{worker}", 1))
+    gradients = None
+    if config.push_codec is None and patience.shared_memory:
+        with contextlib.suppress(OSError):
+            gradients = Gradients.make(starts[-1], dtype)
     sizes = [b - a for a, b in pairwise(starts)]
     codec = config.push_codec
     push_bytes = [codec.payload_bytes(n) if codec else n * dtype.itemsize for n in sizes]
@@ -395,20 +478,20 @@ def connect(
             "digest": digest,
             "shards": shards,
             "numel": size,
+            "start": start,
+            "model_numel": starts[-1],
+            "gradients": None if gradients is None else gradients.address,
             "dtype": str(dtype).removeprefix("torch."),
             "push_codec": names[0],
             "fetch_codec": names[1],
             "push_bytes": pushed,
             "fetch_bytes": size * dtype.itemsize,
         }
-        for size, pushed in zip(sizes, push_bytes, strict=True)
+        for start, size, pushed in zip(starts, sizes, push_bytes, strict=False)
     ]
-    links = SessionLinks(store, starts, hellos, push_bytes, patience or ConnectConfig())
+    links = SessionLinks(store, starts, hellos, push_bytes, patience, gradients)
     try:
-        values = flat_values(model)
-        for line, (a, b) in zip(links.lines, pairwise(starts), strict=True):
-            line.values = values[a:b].clone
-            line.open()
+        links.open(flat_values(model))
         client = Client(model, links, config=config, worker=worker, incarnation=incarnation)
         for shard, line in enumerate(links.lines):
             line.values = partial(client.values_of, shard)

@@ -6,7 +6,7 @@ fetch message -> ParameterShard.fetch -> Part.write -> reply with parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from pyops.comm.compression.codec import Codec
 from pyops.parameter_server.messages import HEADER_BYTES, Request, Verdict, message
 from pyops.parameter_server.shard import Loan, ParameterShard
-from pyops.parameter_server.vectors import Part
+from pyops.parameter_server.vectors import Part, all_finite
 
 __all__ = ["Endpoint"]
 
@@ -29,6 +29,7 @@ class Endpoint:
         fetch_codec: How fetches are written: as differences to what the replica has, which is
             kept here, one vector for each session.
         loan: Of a replica that can read the shard's parameters where they lie.
+        gradients: Vectors of a replica that are read where they lie; without a codec only.
     """
 
     def __init__(
@@ -38,27 +39,40 @@ class Endpoint:
         push_codec: Codec | None,
         fetch_codec: Codec | None,
         loan: Loan | None = None,
+        gradients: Sequence[Tensor] = (),
     ) -> None:
         numel, dtype = shard.parameter.numel(), shard.parameter.dtype
-        self.shard, self.loan = shard, loan
+        self.shard, self.loan, self.gradients = shard, loan, gradients
         self.pushes = Part(numel, dtype=dtype, codec=push_codec)
         self.fetches = Part(numel, dtype=dtype, codec=fetch_codec)
         kept = numel if push_codec else 0
         self._gradient = torch.zeros(kept, dtype=dtype, device="cpu")
+        self._finite, self._checked = True, 0  # of _gradient, and in which check that was seen
         self._sent = torch.zeros(numel, dtype=dtype, device="cpu") if fetch_codec else None
 
-    def read_push(self, whole: Tensor) -> None:
-        """Decode a push; the shard is not touched, so other sessions may use it meanwhile. A push
-        without a codec is used where it lies, until the next."""
+    @property
+    def push_bytes(self) -> int:
+        """Bytes of a push that come in its message."""
+        return 0 if self.gradients else self.pushes.payload_bytes
+
+    def read_push(self, request: Request, whole: Tensor) -> None:
+        """Decode what is pushed or is to be checked, and see whether it is finite; the shard is not
+        touched, so other sessions may use it meanwhile. A push without a codec is used where it
+        lies, until the next."""
         payload = whole[HEADER_BYTES:]
-        if self.pushes.codec is None:
+        if self.gradients:
+            self._gradient = self.gradients[request.near - 1]
+        elif self.pushes.codec is None:
             self._gradient = payload.view(self._gradient.dtype)
         else:
             self.pushes.read(payload, self._gradient)
+        if request.checked == 0 or request.checked != self._checked:
+            self._finite = all_finite(self._gradient)
+        self._checked = request.checked
 
     def push(self, request: Request) -> Tensor:
         """Apply the push that was read; the reply's message."""
-        return self.shard.push(request, self._gradient).write(message())
+        return self.shard.push(request, self._gradient, finite=self._finite).write(message())
 
     def fetch(self, request: Request, room: Callable[[int], Tensor] = message) -> Tensor:
         """The reply's message, with parameters as the request asks for them.

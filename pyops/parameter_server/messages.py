@@ -1,5 +1,6 @@
 """What replicas and shards say to each other: a header of 16 whole numbers, and a payload.
 
+    check   Request                -->
     push    Request + gradients    -->                      <--   Reply
     fetch   Request                -->                      <--   Reply + parameters
 
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     PUSH = 2
     FETCH = 3
     LEAVE = 4
+    CHECK = 5
 
 
 class Verdict(IntEnum):
@@ -88,7 +90,10 @@ class Request:
         seen: The version of the parameters that the gradients of a push saw.
         count: Gradients in a push.
         whole: Of a fetch: whether all numbers are asked for, as they are.
-        near: Of a fetch: whether the replica can read the shard's own memory.
+        near: Of a fetch: whether the replica can read the shard's own memory. Of a push: which of
+            the replica's vectors holds it, 1 or 2; 0: it is in the message.
+        checked: Of a check: its number, from 1. Of a push: which check saw these gradients; 0:
+            none did.
     """
 
     kind: int
@@ -100,6 +105,7 @@ class Request:
     count: int = 0
     whole: int = 0
     near: int = 0
+    checked: int = 0
 
     def write(self, whole: Tensor) -> Tensor:
         """Write the request into a message; returns the message."""
@@ -108,7 +114,7 @@ class Request:
     @classmethod
     def of(cls, whole: Tensor) -> Request:
         """The request of a message. ValueError where it is none."""
-        return cls(*_numbers(whole, 9))
+        return cls(*_numbers(whole, 10))
 
 
 @dataclass(frozen=True)
@@ -182,18 +188,30 @@ class Links(Protocol):
         """Where each shard's part of the vector begins, and the end."""
         ...
 
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        """Two vectors that shards read where they lie: gradients are computed in one while a push
+        is read in the other. Empty where no shard can."""
+        ...
+
     def message(self, shard: int, payload_bytes: int) -> Tensor:
         """Where the message of a push is best written; the push before has been answered."""
         ...
 
-    def push(self, shard: int, request: Request, whole: Tensor) -> Pending:
+    def check(self, shard: int, request: Request) -> None:
+        """Have a shard look whether its part of one of `gradients` is finite, beside what the
+        replica does until it pushes it. Nothing is answered."""
+        ...
+
+    def push(self, shard: int, request: Request, whole: Tensor | None) -> Pending:
         """Begin a push. The result is the reply's message.
 
         Args:
             shard: Which one.
             request: What is written into the message's header, but for the epoch of the shard,
                 which the links know.
-            whole: The message, whose payload is written; it is the links' from now on.
+            whole: The message, whose payload is written; it is the links' from now on. None: the
+                payload lies in `gradients[request.near - 1]`, and stays until the reply is there.
         """
         ...
 

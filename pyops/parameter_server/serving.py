@@ -32,6 +32,7 @@ from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, 
 from pyops.parameter_server.session import (
     LOADS_IN_ORDER,
     OPENING,
+    Gradients,
     Memory,
     Room,
     Session,
@@ -41,6 +42,7 @@ from pyops.parameter_server.session import (
 )
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
+from pyops.parameter_server.turns import Turns
 
 __all__ = ["HostedShard", "ServerConfig", "ShardReport", "serve", "stop"]
 
@@ -220,6 +222,7 @@ class _Serving:
         self._store, self._optimizer, self._config = store, optimizer, config
         (self._shard, self._shards), self._server = place, server
         self._changed = threading.Condition()
+        self._turns = Turns()  # of pushes that come over a link
         self._held: ParameterShard | None = None
         self._memory: Memory | None = None  # in which its parameters lie
         self._digest: str | None = None
@@ -254,7 +257,7 @@ class _Serving:
         while not self._store.check([STOP]):
             if self._failed is not None:
                 raise self._failed
-            if int(self._store.add(f"{self._shard}/epochs", 0)) != self._epoch:
+            if self._replaced():
                 raise CommunicationError(
                     f"shard {self._shard}: another process serves it since; let one process hold "
                     "each shard"
@@ -300,8 +303,17 @@ class _Serving:
             self._epoch, held.version, held.counts, dict(held.staleness), list(held.log)
         )
 
+    def _replaced(self) -> bool:
+        """Whether another process serves this shard since: its snapshots stay as they are."""
+        try:
+            return int(self._store.add(f"{self._shard}/epochs", 0)) != self._epoch
+        except RuntimeError:  # the store is gone, and with it all who could have begun since
+            return False
+
     def _save(self) -> None:
-        if self._held is not None and self._held.initialized and self._server.snapshots is not None:
+        if self._held is None or not self._held.initialized or self._server.snapshots is None:
+            return
+        if not self._replaced():
             state = self._held.state_dict() | {"digest": self._digest}
             save_snapshot(self._server.snapshots, self._shard, state)
 
@@ -431,9 +443,9 @@ class _Serving:
             self._changed.wait(0.5)
 
     def _pushes(self, replica: _Replica, session: Session, end: Endpoint) -> None:
-        whole = session.buffer(Tag.PUSH, end.pushes.payload_bytes)
+        whole = session.buffer(Tag.PUSH, end.push_bytes)
         while True:
-            request = Request.of(session.receive(whole, Tag.PUSH))
+            request = Request.of(session.receive(whole[:HEADER_BYTES], Tag.PUSH))
             if request.kind == Kind.LEAVE:
                 with self._changed:
                     replica.over = True
@@ -442,7 +454,10 @@ class _Serving:
                     self._changed.notify_all()
                 session.send(Reply(Verdict.APPLIED).write(message()), Tag.PUSH_REPLY)
                 return
-            end.read_push(whole)
+            session.receive_payload(whole, self._turns)
+            end.read_push(request, whole)
+            if request.kind == Kind.CHECK:
+                continue
             with self._changed:
                 self._await_turn(replica, request, end.shard)
                 before = end.shard.counts.applied
@@ -478,10 +493,14 @@ class _Serving:
 
 
 def _room_of(hello: dict[str, Any], end: Endpoint) -> Room | None:
-    """The room that a replica offers, where it is on this host."""
+    """The room that a replica offers, where it is on this host, and its gradients."""
     if hello["host"] != host() or hello["room"] is None:
         return None
     try:
-        return Room.open(hello["room"], end.pushes.payload_bytes, end.fetches.whole_bytes)
+        if hello["gradients"] is not None:
+            lent = Gradients.open(hello["gradients"], hello["model_numel"], end.pushes.dtype)
+            end.gradients = lent.part(hello["start"], hello["numel"])
+        return Room.open(hello["room"], end.push_bytes, end.fetches.whole_bytes)
     except OSError:  # a sandbox that hides processes from each other, say
+        end.gradients = ()
         return None

@@ -9,6 +9,9 @@ their headers travel.
     room       | header, push | header, parameters |    each written by one end, read by the other
     Gloo         header -->     <-- header              says that the message in the room is whole
 
+Without a codec a push lies in the memory of the replica's gradients instead, where they were
+computed, and all shards of its host read their parts there.
+
 A shard's parameters lie in such memory, too, and are read there. Before they change, the shard
 copies them into the room of each replica that may still be reading.
 
@@ -24,6 +27,7 @@ import mmap
 import os
 import platform
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from enum import IntEnum
@@ -34,10 +38,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.parameter_server.messages import HEADER_BYTES, Fetched, Reply, message
+from pyops.parameter_server.turns import Turns
 from pyops.torch_private import another_connection
 
 __all__ = [
     "LOADS_IN_ORDER",
+    "Gradients",
     "LentParameters",
     "Memory",
     "Room",
@@ -66,6 +72,7 @@ class Tag(IntEnum):
     FETCH = 4
     FETCH_REPLY = 5
     NOTHING = 6
+    PAYLOAD = 7
 
 
 def own_connection(store: dist.Store) -> dist.Store:
@@ -96,6 +103,7 @@ class Memory:
         self._file = file
         mapped = mmap.mmap(file, os.fstat(file).st_size)
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._close = weakref.finalize(self, os.close, file)
 
     @classmethod
     def make(cls, name: str, size: int) -> Memory:
@@ -121,13 +129,61 @@ class Memory:
         process, number = map(int, address)
         file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(file)
-        finally:
+            found = cls(file)
+        except BaseException:
             os.close(file)
+            raise
+        found.close()
+        return found
 
     def close(self) -> None:
         """Close the file: nobody can open it any more. The bytes stay."""
-        os.close(self._file)
+        self._close()
+
+
+class Gradients:
+    """Two flat vectors of a replica, in memory that the shards of its host read: gradients are
+    computed in one while a push is read in the other. The replica makes them.
+
+    Args:
+        memory: The bytes of both.
+        numel: Numbers of each.
+        dtype: Their dtype.
+
+    Raises:
+        OSError: The memory is of another size.
+    """
+
+    def __init__(self, memory: Memory, numel: int, dtype: torch.dtype) -> None:
+        size = _whole_lines(numel * dtype.itemsize)
+        if len(memory.bytes) != 2 * size:
+            raise OSError(f"memory of {len(memory.bytes)} bytes for two vectors of {numel} {dtype}")
+        self._memory = memory
+        self.vectors = [half.view(dtype)[:numel] for half in memory.bytes.split(size)]
+
+    @classmethod
+    def make(cls, numel: int, dtype: torch.dtype) -> Gradients:
+        """New ones, zero. OSError where there is no memory for them."""
+        size = 2 * _whole_lines(numel * dtype.itemsize)
+        return cls(Memory.make("pyops-session-gradients", size), numel, dtype)
+
+    @property
+    def address(self) -> list[int]:
+        """What a shard opens them by, until they are closed."""
+        return self._memory.address
+
+    @classmethod
+    def open(cls, address: list[int], numel: int, dtype: torch.dtype) -> Gradients:
+        """Those of a replica on this host. OSError where they can't be opened."""
+        return cls(Memory.open(address), numel, dtype)
+
+    def part(self, start: int, numel: int) -> list[Tensor]:
+        """The same numbers of both."""
+        return [vector[start : start + numel] for vector in self.vectors]
+
+    def close(self) -> None:
+        """Close the file: no shard can open them any more. The numbers stay."""
+        self._memory.close()
 
 
 class Room:
@@ -232,9 +288,10 @@ class Session:
         room: Memory of both ends; None: messages travel whole.
         parameters: The shard's, as bytes, where the replica can read them; needs a room.
         epoch: Which start of the shard is one of the ends.
+        lent: Whether the shard reads the replica's gradients where they lie.
 
     Attributes:
-        epoch: As given.
+        epoch: As given, like lent.
         fresh: Whether the replica has fetched nothing yet in this session.
     """
 
@@ -247,9 +304,10 @@ class Session:
         room: Room | None = None,
         parameters: Tensor | None = None,
         epoch: int = 0,
+        lent: bool = False,
     ) -> None:
         self._other = 1 - end
-        self.epoch, self.fresh = epoch, True
+        self.epoch, self.fresh, self.lent = epoch, True, lent
         self._room, self._parameters = room, parameters
         self._rooms = {} if room is None else {Tag.PUSH: room.pushes, Tag.FETCH_REPLY: room.fetches}
         timeout = datetime.timedelta(seconds=OPENING)
@@ -320,6 +378,22 @@ class Session:
         if room is not None and room.data_ptr() != whole.data_ptr():
             whole[HEADER_BYTES:] = room[HEADER_BYTES : len(whole)]
         return whole
+
+    def send_push(self, whole: Tensor) -> None:
+        """Send a push. Without a room its payload stays here until the shard asks for it."""
+        if Tag.PUSH in self._rooms or len(whole) == HEADER_BYTES:
+            self.send(whole, Tag.PUSH)
+            return
+        self.send(whole[:HEADER_BYTES], Tag.PUSH)
+        self.send(whole[HEADER_BYTES:], Tag.PAYLOAD)
+
+    def receive_payload(self, whole: Tensor, turns: Turns) -> None:
+        """Receive the payload of a push whose header has come, when it is its turn."""
+        payload = whole[HEADER_BYTES:]
+        if Tag.PUSH in self._rooms or not len(payload):
+            return
+        with turns.turn(len(payload)):
+            self.receive(payload, Tag.PAYLOAD)
 
     def close(self) -> None:
         """End the session: calls that wait, here and at the other end, raise RuntimeError. Gloo

@@ -242,12 +242,13 @@ class ParameterShard:
         if self.config.record:
             self.log.append((kind, request.worker, request.sequence))
 
-    def push(self, request: Request, gradient: Tensor) -> Reply:
+    def push(self, request: Request, gradient: Tensor, *, finite: bool | None = None) -> Reply:
         """Apply a push, once.
 
         Args:
             request: What came with it.
             gradient: [numel], of the shard's dtype.
+            finite: Whether it is, where the caller has looked; None: the shard looks.
 
         Returns:
             What became of it: refused, where it is of an old incarnation or epoch, holds a number
@@ -264,7 +265,7 @@ class ParameterShard:
         member.known = request.sequence
         member.clock = None if member.clock is None else member.clock + 1
         staleness = self.version - request.seen
-        if not all_finite(gradient):
+        if not (all_finite(gradient) if finite is None else finite):
             self.counts.refused[Verdict.NOT_FINITE.name] += 1
             return self._reply(Verdict.NOT_FINITE, request, staleness)
         if self.config.drop_after is not None and staleness > self.config.drop_after:

@@ -119,6 +119,13 @@ class _VirtualLinks:
     def starts(self) -> Sequence[int]:
         return self._run.starts
 
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        return ()
+
+    def check(self, shard: int, request: Request) -> None:
+        raise NotImplementedError("links without gradients have nothing to check")
+
     def _travel(self, num_bytes: int) -> float:
         """Seconds until a message that is sent now is there."""
         clock = self._run.clock
@@ -150,9 +157,11 @@ class _VirtualLinks:
     def message(self, shard: int, payload_bytes: int) -> Tensor:
         return message(payload_bytes)
 
-    def push(self, shard: int, request: Request, whole: Tensor) -> _Pending:
+    def push(self, shard: int, request: Request, whole: Tensor | None) -> _Pending:
+        assert whole is not None  # there are no gradients to read elsewhere
+
         def serve(request: Request) -> tuple[Tensor, int]:
-            self._ends[shard].read_push(whole)
+            self._ends[shard].read_push(request, whole)
             return self._ends[shard].push(request), HEADER_BYTES
 
         return self._ask(shard, request, len(whole), serve)

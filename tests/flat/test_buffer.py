@@ -122,6 +122,27 @@ def test_gradients_set_to_none_come_back(device):
     assert all(p.grad is v for p, v in zip(buffer.parameters, buffer.grad_views, strict=True))
 
 
+def test_the_gradient_moves_to_other_memory_and_back(device):
+    model = nn.Linear(3, 2).to(device)
+    buffer = FlatBuffer(model.named_parameters())
+    first, second = buffer.grad, torch.zeros_like(buffer.grad)
+    model(torch.ones(4, 3, device=device)).sum().backward()
+    kept = first.clone()
+    buffer.move_gradient(second)
+    assert buffer.grad is buffer.parameter.grad is second
+    model(torch.ones(4, 3, device=device)).sum().backward()
+    assert torch.equal(first, kept)
+    assert torch.equal(second, kept)
+    buffer.zero_grad()
+    assert not second.any()
+    assert torch.equal(first, kept)
+    buffer.move_gradient(first)
+    assert torch.equal(model.bias.grad, torch.full((2,), 4.0, device=device))
+    with pytest.raises(ValueError, match="give a contiguous tensor"):
+        buffer.move_gradient(first[1:])
+    assert buffer.grad is first
+
+
 def test_odd_parameters(device):
     strided = nn.Parameter(torch.arange(12.0, device=device).view(3, 4).t())
     strided.grad = torch.ones(3, 4, device=device).t()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cpu_only
         ({"every": 4, "fragments": 5}, "fragments is 5, but a period has every = 4 steps"),
         ({"every": 8, "fragments": 2, "delay": 4}, "delay is 4, but .* set delay to 3 or less"),
         ({"method": "easgd", "keep_local": 0.5}, "leave keep_local out"),
-        ({"after": 5}, "after is 5, which is of method 'local_sgd'"),
+        ({"method": "easgd", "after": 5}, "after is 5, but .* 'easgd'"),
         ({"codec": "int3"}, "codec is 'int3'; choose one of"),
         ({"codec": "power_sgd"}, "multiplies matrices"),
         ({"codec": PowerSGD()}, "multiplies matrices"),

@@ -155,6 +155,42 @@ def test_post_local_sgd_meets_at_each_of_the_first_steps():
     assert [n for number, n in rounds if number == 0] == [1, 2, 2, 2, 3, 3, 3, 4]
 
 
+def test_diloco_takes_the_mean_as_it_is_in_the_first_steps_and_outer_steps_afterwards():
+    """Steps 1 to 3 end with a mean; steps 5 and 7 with an outer step, whose momentum is new."""
+    config = LocalSGDConfig(every=2, after=3, outer_lr=0.6, outer_momentum=0.9)
+    momenta = []
+
+    def look(replica, outer, step):
+        if replica.number == 0:
+            momenta.append(outer.fragments[0][0].momentum is not None)
+
+    found = run(2, config, 7, each=look)
+    assert momenta == [False] * 4 + [True] * 3
+    outer = [torch.nn.Parameter(v.clone()) for v in values(model())]
+    stepper = torch.optim.SGD(outer, lr=0.6, momentum=0.9, nesterov=True)
+    steps = iter(range(1, 8))
+
+    def meet(center, rows):
+        step = next(steps)
+        if step in (4, 6):
+            return center, rows
+        means = [mean(list(of_replicas)) for of_replicas in zip(*rows, strict=True)]
+        if step > 3:
+            for p, old, new in zip(outer, center, means, strict=True):
+                p.grad = old - new
+            stepper.step()
+            means = [p.detach().clone() for p in outer]
+        with torch.no_grad():
+            for p, new in zip(outer, means, strict=True):
+                p.copy_(new)
+        return means, [means] * 2
+
+    expected = plainly(2, 7, make=adam, every=1, meet=meet)
+    for (mine, _), theirs in zip(found, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_states_are_forgotten_at_a_meeting_where_that_is_wanted():
     left: list[tuple[int, bool]] = []
 

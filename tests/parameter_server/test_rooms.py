@@ -3,7 +3,11 @@ a part of a push."""
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +20,15 @@ from pyops.parameter_server import (
     ParameterShard,
     connect,
     connecting,
+    endpoint,
     serving,
 )
-from pyops.parameter_server.messages import HEADER_BYTES, Kind, Request
-from pyops.parameter_server.session import LOADS_IN_ORDER, LentParameters, Room
+from pyops.parameter_server.endpoint import Endpoint
+from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
+from pyops.parameter_server.session import LOADS_IN_ORDER, Gradients, LentParameters, Room
 from tests.open_files import open_files
 from tests.parameter_server.replicas import adagrad, gradient, model, run, uneven
-from tests.parameter_server.shard_threads import replica, served
+from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
 
 pytestmark = pytest.mark.cpu_only
 
@@ -42,6 +48,7 @@ def test_a_replica_has_the_bits_of_virtual_time_with_a_room_and_without(way: str
         client = replica(shards.store, 0, 6, shards=2, config=config, shared_memory=shared)
     rooms = [line._session._rooms for line in client.links.lines]
     assert all(bool(room) == shared for room in rooms)
+    assert all(line.lends == (shared and way != "int8") for line in client.links.lines)
     assert all(line._session.near == (shared and LOADS_IN_ORDER) for line in client.links.lines)
     virtual = run(uneven(1, steps=6), adagrad(0.05), shards=2, **options)
     assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
@@ -195,11 +202,185 @@ def test_a_replica_that_dies_while_it_writes_into_the_room_has_pushed_nothing():
         gradient(client.model, 0, 0)
         client.step()
         client.settle()
-        whole = client.links.message(0, client.pushes[0].payload_bytes)
-        whole[HEADER_BYTES : len(whole) // 2] = 65  # half of a push, and its header never comes
+        client.buffer.grad[:100] = 65  # a part of a push, and its header never comes
         client.links.abandon()
     with served(adagrad(0.05)) as again:
         other = replica(again.store, 0, 1, config=DownpourConfig(fetch_delay=0))
     assert shards.reports[0].counts.applied == 1
     assert shards.reports[0].counts.lost_members == 1
     assert again.reports[0].version == other.step_number == 1
+
+
+def _kept(shared: bool, config: DownpourConfig, *, nan_at: set[int]) -> Any:
+    """A replica of eight steps, some of whose gradients are not finite; closed."""
+    with served(adagrad(0.05), shards=2) as shards:
+        patience = ConnectConfig(shared_memory=shared)
+        client = connect(
+            model(), shards.store, worker=0, shards=2, config=config, patience=patience
+        )
+        assert bool(client.links.gradients) == shared
+        for step in range(8):
+            gradient(client.model, 0, step)
+            if step in nan_at:
+                client.buffer.grad[3] = math.nan
+            if step == 5:
+                before = client.buffer.grad.clone()
+                client.settle()
+                assert torch.equal(client.buffer.grad, before)
+            client.step()
+            assert not client.buffer.grad.any()
+        client.close()
+    assert {report.version for report in shards.reports.values()} == {client._sequences[0]}
+    return client
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("push_every", "nan_at"), [(1, {2, 3}), (3, {3, 4}), (3, {0, 6})])
+def test_pushes_that_lie_in_the_gradients_are_those_of_the_wire(
+    push_every: int, nan_at: set[int], mean: bool
+):
+    config = DownpourConfig(push_every=push_every, fetch_delay=0, mean=mean, local_lr=0.01)
+    near, far = (_kept(shared, config, nan_at=nan_at) for shared in (True, False))
+    assert near.skipped == far.skipped == len(nan_at)
+    assert torch.equal(near.buffer.data, far.buffer.data)
+
+
+def test_gradients_are_computed_beside_those_of_a_push_that_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The shard begins with a push when the next gradient is whole."""
+    computed, applied = threading.Semaphore(0), []
+    genuine = ParameterShard.push
+
+    def push(shard: ParameterShard, request: Request, vector: Tensor, **options: Any) -> Reply:
+        computed.acquire(timeout=20)
+        applied.append(vector.clone())
+        return genuine(shard, request, vector, **options)
+
+    monkeypatch.setattr(ParameterShard, "push", push)
+    pushed = []
+    with served(adagrad(0.05)) as shards:
+        client = connect(
+            model(), shards.store, worker=0, config=DownpourConfig(fetch_every=100, fetch_delay=1)
+        )
+        places = set()
+        for step in range(4):
+            gradient(client.model, 0, step)
+            if step:
+                computed.release()
+            pushed.append(client.buffer.grad.clone())
+            places.add(client.buffer.grad.data_ptr())
+            client.step()
+            found = {p.grad.data_ptr() for p in client.model.parameters()}
+            assert client.buffer.grad.data_ptr() in found
+        computed.release()
+        client.close()
+    assert places == {vector.data_ptr() for vector in client._lent}
+    assert len(applied) == 4
+    assert all(torch.equal(a, b) for a, b in zip(applied, pushed, strict=True))
+
+
+def test_a_shard_that_is_started_again_and_can_not_read_gradients_gets_them_in_messages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+):
+    def refuse(*arguments: object) -> Gradients:
+        raise OSError("Permission denied")
+
+    store = tcp_store()
+    options = {"server": serving.ServerConfig(snapshots=tmp_path)}
+    shards = Served(store, adagrad(0.05), 1, **options)
+    client = connect(
+        model(),
+        store,
+        worker=0,
+        config=DownpourConfig(fetch_delay=0),
+        patience=ConnectConfig(beat_every=0.2),
+    )
+    lends = []
+    for step in range(6):
+        gradient(client.model, 0, step)
+        if step == 3:
+            shards.stop()
+            monkeypatch.setattr(Gradients, "open", refuse)
+            shards = Served(store, adagrad(0.05), 1, **options)
+        client.step()
+        lends.append(client.links.lines[0].lends)
+    client.close()
+    shards.stop()
+    assert lends == [True] * 3 + [False] * 3
+    virtual = run(uneven(1, steps=6), adagrad(0.05), fetch_delay=0)
+    assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often an end of a shard has summed a push."""
+    seen, genuine = [], endpoint.all_finite
+
+    def look(numbers: Tensor) -> bool:
+        seen.append(numbers)
+        return genuine(numbers)
+
+    monkeypatch.setattr(endpoint, "all_finite", look)
+    return lambda: len(seen)
+
+
+def test_a_checked_push_is_summed_once(monkeypatch: pytest.MonkeyPatch):
+    count, sent, genuine = _counted(monkeypatch), [], Endpoint.read_push
+
+    def read(end: Endpoint, request: Request, whole: Tensor) -> None:
+        sent.append((request.kind, request.checked))
+        genuine(end, request, whole)
+
+    monkeypatch.setattr(Endpoint, "read_push", read)
+    with served(adagrad(0.05)) as shards:
+        replica(shards.store, 0, 4, config=DownpourConfig(fetch_delay=0))
+    assert sent == [(kind, n) for n in range(1, 5) for kind in (Kind.CHECK, Kind.PUSH)]
+    assert count() == shards.reports[0].counts.applied == 4
+
+
+def test_what_a_check_has_seen_holds_for_its_own_push_only(monkeypatch: pytest.MonkeyPatch):
+    count = _counted(monkeypatch)
+    shard = ParameterShard(4, adagrad(0.1))
+    shard.initialize(torch.ones(4))
+    shard.join(0, 1)
+    vectors = [torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])]
+    end = Endpoint(shard, push_codec=None, fetch_codec=None, gradients=vectors)
+    sequence = iter(range(1, 9))
+
+    def ask(kind: Kind, near: int, checked: int) -> Verdict | None:
+        number = 0 if kind == Kind.CHECK else next(sequence)
+        request = Request(kind, 0, 1, sequence=number, near=near, checked=checked)
+        end.read_push(request, message())
+        return None if kind == Kind.CHECK else Verdict(Reply.of(end.push(request)).verdict)
+
+    before = shard.parameter.detach().clone()
+    assert end.push_bytes == 0
+    ask(Kind.CHECK, 2, 1)
+    assert ask(Kind.PUSH, 2, 1) == Verdict.NOT_FINITE
+    assert count() == 1
+    ask(Kind.CHECK, 1, 2)  # its replica found a number that is not finite, and pushes later
+    assert ask(Kind.PUSH, 2, 0) == Verdict.NOT_FINITE
+    ask(Kind.CHECK, 1, 3)
+    assert ask(Kind.PUSH, 2, 4) == Verdict.NOT_FINITE
+    assert torch.equal(shard.parameter, before)
+    assert shard.counts.refused == {"NOT_FINITE": 3}
+    ask(Kind.CHECK, 2, 5)
+    assert ask(Kind.PUSH, 1, 0) == Verdict.APPLIED
+    assert count() == 7
+    assert not torch.equal(shard.parameter, before)
+
+
+def test_gradients_of_another_size_are_refused_and_their_file_is_closed():
+    before = _files()
+    made = Gradients.make(100, torch.float32)
+    other = Gradients.open(made.address, 100, torch.float32)
+    made.vectors[1][7] = 3.0
+    assert other.part(6, 2)[1].tolist() == [0.0, 3.0]
+    with pytest.raises(OSError, match="two vectors of 200"):
+        Gradients.open(made.address, 200, torch.float32)
+    made.close()
+    made.close()  # the number may be another file's: it is closed once
+    with pytest.raises(OSError, match="No such file"):
+        Gradients.open(made.address, 100, torch.float32)
+    del made, other
+    assert _files() <= before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -168,6 +170,20 @@ def test_a_shard_that_is_started_again_goes_on_from_its_snapshot(
     assert (client.buffer.data - plain).norm() < 0.05 * plain.norm()
 
 
+def test_a_shard_that_was_replaced_leaves_the_snapshot_of_the_next_one_alone(tmp_path: Path):
+    store, server = tcp_store(), ServerConfig(snapshots=tmp_path)
+    first, second = (_Serving(store, sgd(0.1), (0, 1), None, server) for _ in range(2))
+    for number, serving in enumerate((first, second)):
+        serving.begin(None)
+        serving._digest = "the model"
+        serving._held = ParameterShard(3, sgd(0.1))
+        serving._held.initialize(torch.full((3,), float(number)))
+    second.end()
+    kept = (tmp_path / "shard-0.pt").read_bytes()
+    first.end()
+    assert (tmp_path / "shard-0.pt").read_bytes() == kept
+
+
 def test_a_damaged_snapshot_is_named(tmp_path: Path):
     (tmp_path / "shard-0.pt").write_bytes(b"no snapshot")
     with pytest.raises(ValueError, match=r"shard-0\.pt can't be read"):
@@ -218,3 +234,40 @@ def test_no_thread_outlives_a_shard_and_a_replica_that_have_ended(monkeypatch: p
     stays.links.abandon()
     assert not beats
     assert left == pools, left
+
+
+NEVER_CLOSES = """
+import atexit, threading
+
+before = threading.current_thread()
+
+
+def told():  # registered first, called last
+    print(sorted(t.name for t in threading.enumerate() if t is not before), flush=True)
+
+
+atexit.register(told)
+
+from pyops.parameter_server import ConnectConfig, HostedShard, connect, stop
+from tests.parameter_server.replicas import adagrad, gradient, model
+from tests.parameter_server.shard_threads import tcp_store
+
+store = tcp_store()
+shard = HostedShard(store, adagrad(0.05))
+client = connect(model(), store, worker=0, patience=ConnectConfig(beat_every=0.0001))
+gradient(client.model, 0, 0)
+client.step()
+client.settle()
+stop(store)
+shard.join()
+print(client.links._beats.is_alive(), flush=True)
+"""
+
+
+def test_a_replica_that_is_never_closed_leaves_no_thread_when_the_interpreter_ends():
+    """Its signs of life would come back from the store to an interpreter that is gone, and abort
+    the process."""
+    run = subprocess.run(
+        [sys.executable, "-c", NEVER_CLOSES], capture_output=True, text=True, timeout=240
+    )
+    assert (run.returncode, run.stdout.splitlines()) == (0, ["True", "[]"]), run.stderr

@@ -81,9 +81,9 @@ def test_pushes_carry_one_gradient_then_n_push_of_them():
     shard = virtual.shards[0]
     served = shard.push
 
-    def push(request, vector):
+    def push(request, vector, **options):
         counts.append(request.count)
-        return served(request, vector)
+        return served(request, vector, **options)
 
     shard.push = push
     virtual.run()

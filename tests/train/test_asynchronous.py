@@ -120,9 +120,11 @@ def pushes_of_a_run(rank: int, group: object, config: Config) -> list[int]:
     order: list[int] = []
     genuine = ParameterShard.push
 
-    def push(shard: ParameterShard, request: Request, gradient: torch.Tensor) -> Any:
+    def push(
+        shard: ParameterShard, request: Request, gradient: torch.Tensor, **options: Any
+    ) -> Any:
         order.append(request.worker)
-        return genuine(shard, request, gradient)
+        return genuine(shard, request, gradient, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParameterShard, "push", push)
