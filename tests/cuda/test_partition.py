@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import full
+
 pytestmark = pytest.mark.cpu_only
 
 HERE = Path(__file__).resolve().parent
@@ -41,13 +43,13 @@ def test_every_element_is_visited_once(tmp_path: Path):
     [
         ("i < packs.end; i += stride", "i + stride < packs.end; i += stride", "never visited"),
         ("index == 0 ? 0 : index * chunk + head", "index * chunk", "visited twice"),
-        (
+        full(  # a compilation each: the suite keeps two
             "return (pack - misaligned) & (pack - 1)",
             "return misaligned & (pack - 1)",
             "out of line",
         ),
-        ("(cta + 1) * here / ctas", "(cta + 1) * here / ctas - (cta == 1)", "never visited"),
-        ("<= chunk", "< chunk", "chunk beyond its row"),
+        full("(cta + 1) * here / ctas", "(cta + 1) * here / ctas - (cta == 1)", "never visited"),
+        full("<= chunk", "< chunk", "chunk beyond its row"),
     ],
 )
 def test_the_program_sees_a_mistake(tmp_path: Path, right: str, wrong: str, complaint: str):

@@ -80,6 +80,7 @@ def test_a_class_that_the_student_never_saw(digits, teacher):
     assert accuracy(alone, test_x[threes], test_y[threes]) == 0
 
 
+@pytest.mark.full  # a training; what the loss is stands in test_distillation.py
 def test_a_small_student_without_labels(digits, teacher):
     x, y, test_x, test_y = digits
     with torch.no_grad():

@@ -154,6 +154,7 @@ def test_an_isolated_build_finds_the_torch_of_the_environment_it_is_for(tmp_path
         )
 
 
+@pytest.mark.full  # `make docs` runs it
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="the files of the project are those that git knows"
