@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from pyops import hub
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
+from tests.grids import full
 from tests.hub.bodies import outputs_of
 from tests.hub.families import FAMILIES, Family, inputs
 
@@ -203,7 +204,8 @@ def compare(family: Family, changes: dict[str, Any], folder: Path, *, write: boo
     return ""
 
 
-@pytest.mark.parametrize("name", list(OWN))
+# bert_masked is bert with another head, which no field changes.
+@pytest.mark.parametrize("name", [full(each) if each == "bert_masked" else each for each in OWN])
 def test_a_field_is_computed_or_refused(tmp_path, name):
     """The first value of each field."""
     changed = changes_of(name, most=1)

@@ -83,10 +83,19 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("name", "bucket_bytes"),
-    [full("SGD", 1), ("AdamW", 3000), full("LAMB", 1 << 20), ("Adafactor", 3000)],
+    ("name", "bucket_bytes", "stages"),
+    [
+        full("SGD", 1, (1, 2, 3)),
+        ("AdamW", 3000, (1, 3)),
+        full("AdamW", 3000, (2,)),
+        full("LAMB", 1 << 20, (1, 2, 3)),
+        ("Adafactor", 3000, (2,)),  # at 3 in test_stages, on three ranks
+        full("Adafactor", 3000, (1, 3)),
+    ],
 )
-def test_uneven_sizes_and_shares_equal_one_process(world, name: str, bucket_bytes: int):
+def test_uneven_sizes_and_shares_equal_one_process(
+    world, name: str, bucket_bytes: int, stages: tuple[int, ...]
+):
     model = Uneven()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     cls = getattr(
@@ -100,7 +109,7 @@ def test_uneven_sizes_and_shares_equal_one_process(world, name: str, bucket_byte
         if (limit := _limit(name)) is not None:
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.numel()], limit)
         plain.step()
-    for stage in (1, 2, 3):
+    for stage in stages:
         found = world(4).run(_train, stage, name, bucket_bytes)
         assert len({pieces for _, pieces in found}) > 1, "every rank has a part of everything"
         for rank, (parameters, _) in enumerate(found):
@@ -184,11 +193,16 @@ def _expected() -> Parameters:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["AdamW", full("torch.AdamW")])
-def test_an_overflow_on_one_rank_lowers_the_scale_and_skips_the_step_on_all(world, name: str):
+@pytest.mark.parametrize(
+    ("name", "stages"),  # of gradients, stage 1 has whole ones and stages 2 and 3 have parts
+    [("AdamW", (1, 3)), full("AdamW", (1, 2, 3)), full("torch.AdamW", (1, 2, 3))],
+)
+def test_an_overflow_on_one_rank_lowers_the_scale_and_skips_the_step_on_all(
+    world, name: str, stages: tuple[int, ...]
+):
     expected = _expected()
     halves: list[Parameters] = []
-    for stage in (1, 2, 3):
+    for stage in stages:
         for scales, taken, parameters in world(4).run(_scaled, stage, name, torch.float32):
             assert scales == SCALES
             assert taken == [step not in OVERFLOWS for step in range(TRAINED)]

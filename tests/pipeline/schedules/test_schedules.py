@@ -19,6 +19,8 @@ COARSE = list(
 )  # for the families of many stages
 FEW = list(itertools.product((1, 2, 3, 5, 8), (1, 2, 5, 8, 16, 21)))
 GRIDS = [pytest.param(FEW, id="few"), full(COARSE, id="coarse")]
+# Those that divide the others, those that do not, more ranks than micro-batches, and the largest.
+CLOSED_FORMS = [pytest.param([*FEW, (8, 32)], id="few"), full(GRID, id="all")]
 EVEN = Costs(forward=1, input_gradient=1, weight_gradient=1)
 
 
@@ -49,16 +51,18 @@ def test_gpipe_and_zbv_of_two_ranks():
     ]
 
 
-def test_gpipe_takes_its_closed_form():
-    for k, m in GRID:
+@pytest.mark.parametrize("grid", CLOSED_FORMS)
+def test_gpipe_takes_its_closed_form(grid):
+    for k, m in grid:
         made = make("gpipe", k, m)
         assert simulate(made, EVEN).makespan == 3 * (m + k - 1), (k, m)
         assert peaks(made) == [m] * k
 
 
+@pytest.mark.parametrize("grid", CLOSED_FORMS)
 @pytest.mark.parametrize("warmup", ["a", "b"])
-def test_one_f_one_b_takes_its_closed_form(warmup: str):
-    for k, m in GRID:
+def test_one_f_one_b_takes_its_closed_form(warmup: str, grid):
+    for k, m in grid:
         made = make("1f1b", k, m, warmup=warmup)
         assert simulate(made, EVEN).makespan == 3 * (m + k - 1), (k, m)
         deep = [k - s if warmup == "a" else 2 * (k - s) - 1 for s in range(k)]
@@ -84,8 +88,9 @@ def test_interleaved_takes_its_closed_form_where_ranks_divide_micro_batches(grid
             assert peaks(made) == [2 * (k - 1 - r) + (v - 1) * k + 1 for r in range(k)], (k, m, v)
 
 
-def test_zb1p_takes_its_closed_form():
-    for k, m in GRID:
+@pytest.mark.parametrize("grid", CLOSED_FORMS)
+def test_zb1p_takes_its_closed_form(grid):
+    for k, m in grid:
         made = make("zb1p", k, m)
         if m >= k:
             assert simulate(made, EVEN).makespan == 3 * m + k - 1, (k, m)

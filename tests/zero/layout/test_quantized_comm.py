@@ -3,6 +3,7 @@ counted, training goes on."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
-from tests.grids import full
+from tests.grids import cut, full
 from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
@@ -155,8 +156,10 @@ def _reduced(
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulate", "stage"),  # what a second backward adds to is the same at stages 2 and 3
+    cut(itertools.product((1, 2), (1, 2, 3)), keep=[(1, 3), (2, 1), (2, 2)]),
+)
 def test_gradients_are_summed_from_one_quantisation_of_each(world, stage: int, accumulate: int):
     exact = world(3).run(_reduced, stage, None, accumulate)
     found = world(3).run(_reduced, stage, Int8(), accumulate)

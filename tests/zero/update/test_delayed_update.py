@@ -123,18 +123,20 @@ def _run(
 
 
 @pytest.mark.parametrize(
-    ("stage", "name", "dtype", "after", "place", "broken"),
-    [
-        full(1, "AdamW", torch.float32, 2, "cpu", True),
-        full(2, "AdamW", torch.bfloat16, 2, "cpu", False),
-        (2, "torch.AdamW", torch.bfloat16, 3, "cpu", True),
-        (3, "AdamW", torch.float32, 0, "cpu", False),
-        (2, "torch.AdamW", torch.bfloat16, 0, "disk", True),
-        full(2, "AdamW", torch.float32, 2, "disk", False),
+    ("stage", "name", "dtype", "after", "place", "broken", "saved"),
+    [  # saved: what of both, a run and one that goes on from a checkpoint
+        full(1, "AdamW", torch.float32, 2, "cpu", True, (False, True)),
+        full(2, "AdamW", torch.bfloat16, 2, "cpu", False, (False, True)),
+        (2, "torch.AdamW", torch.bfloat16, 3, "cpu", True, (True,)),
+        full(2, "torch.AdamW", torch.bfloat16, 3, "cpu", True, (False,)),
+        (3, "AdamW", torch.float32, 0, "cpu", False, (False, True)),
+        (2, "torch.AdamW", torch.bfloat16, 0, "disk", True, (False,)),
+        full(2, "torch.AdamW", torch.bfloat16, 0, "disk", True, (True,)),
+        full(2, "AdamW", torch.float32, 2, "disk", False, (False, True)),
     ],
 )
 def test_delayed_updates_have_the_bits_of_a_simulation(
-    world, tmp_path: Path, stage, name, dtype, after, place, broken
+    world, tmp_path: Path, stage, name, dtype, after, place, broken, saved: tuple[bool, ...]
 ):
     offload = "cpu" if place == "cpu" else str(tmp_path)
     want, last = world(2).run(_simulate, name, dtype, after, broken)[0]
@@ -146,7 +148,7 @@ def test_delayed_updates_have_the_bits_of_a_simulation(
     assert all(torch.equal(want[after][n], p) for n, p in want[after + 1].items()), (
         "the first delayed step changes nothing"
     )
-    for folder in (None, str(tmp_path / "checkpoint")):
+    for folder in (str(tmp_path / "checkpoint") if each else None for each in saved):
         for seen, ended, threads in world(2).run(
             _run, stage, name, dtype, after, offload, folder, broken
         ):
