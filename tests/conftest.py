@@ -103,9 +103,11 @@ def _is_for_the_device(item: pytest.Item) -> bool:
     return asks or item.get_closest_marker("on_device") is not None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out full grids and real launchers unless `-m` was given, and on another device what has
-    nothing to prove there."""
+    """Cut grids to pairs, leave out full grids and real launchers unless `-m` was given, and on
+    another device what has nothing to prove there."""
+    grids.cut_to_pairs(items)
     if not config.option.markexpr:
         later = [
             item

@@ -22,6 +22,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +269,17 @@ class _KnownIndexReader(FileSystemReader):
         return self._index
 
 
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 write as getattr(kind, name)."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise CheckpointError(f"asks for {name} of {kind!r}, which no index of torch does")
+    return kind[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         known = name in OF_INDEX.get(module, ())
         found = super().find_class(module, name) if known or module == "torch" else None
         if known or isinstance(found, torch.dtype):

@@ -253,7 +253,7 @@ class _Line:
             session = self.open()
             sent = self._message_of(request, session) if whole is None else whole
             try:
-                session.send(replace(request, epoch=session.epoch).write(sent), Tag.PUSH)
+                session.send_push(replace(request, epoch=session.epoch).write(sent))
                 session.receive(answer, Tag.PUSH_REPLY)
             except RuntimeError:
                 self.drop(session)
@@ -292,10 +292,8 @@ class _Line:
         """Say goodbye, where there is somebody to hear it, and end."""
         self.closing, session = True, self._session
         if session is not None:
-            if session.lent:
-                whole = message()
             with contextlib.suppress(RuntimeError):
-                session.send(request.write(whole), Tag.PUSH)
+                session.send(request.write(whole)[:HEADER_BYTES], Tag.PUSH)
                 session.receive(message(), Tag.PUSH_REPLY, seconds=5.0)
             session.close()
         for pool in self._pool:

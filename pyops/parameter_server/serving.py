@@ -42,6 +42,7 @@ from pyops.parameter_server.session import (
 )
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
+from pyops.parameter_server.turns import Turns
 
 __all__ = ["HostedShard", "ServerConfig", "ShardReport", "serve", "stop"]
 
@@ -221,6 +222,7 @@ class _Serving:
         self._store, self._optimizer, self._config = store, optimizer, config
         (self._shard, self._shards), self._server = place, server
         self._changed = threading.Condition()
+        self._turns = Turns()  # of pushes that come over a link
         self._held: ParameterShard | None = None
         self._memory: Memory | None = None  # in which its parameters lie
         self._digest: str | None = None
@@ -443,7 +445,7 @@ class _Serving:
     def _pushes(self, replica: _Replica, session: Session, end: Endpoint) -> None:
         whole = session.buffer(Tag.PUSH, end.push_bytes)
         while True:
-            request = Request.of(session.receive(whole, Tag.PUSH))
+            request = Request.of(session.receive(whole[:HEADER_BYTES], Tag.PUSH))
             if request.kind == Kind.LEAVE:
                 with self._changed:
                     replica.over = True
@@ -452,6 +454,7 @@ class _Serving:
                     self._changed.notify_all()
                 session.send(Reply(Verdict.APPLIED).write(message()), Tag.PUSH_REPLY)
                 return
+            session.receive_payload(whole, self._turns)
             end.read_push(request, whole)
             if request.kind == Kind.CHECK:
                 continue

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.parameter_server.messages import HEADER_BYTES, Fetched, Reply, message
+from pyops.parameter_server.turns import Turns
 from pyops.torch_private import another_connection
 
 __all__ = [
@@ -71,6 +72,7 @@ class Tag(IntEnum):
     FETCH = 4
     FETCH_REPLY = 5
     NOTHING = 6
+    PAYLOAD = 7
 
 
 def own_connection(store: dist.Store) -> dist.Store:
@@ -376,6 +378,22 @@ class Session:
         if room is not None and room.data_ptr() != whole.data_ptr():
             whole[HEADER_BYTES:] = room[HEADER_BYTES : len(whole)]
         return whole
+
+    def send_push(self, whole: Tensor) -> None:
+        """Send a push. Without a room its payload stays here until the shard asks for it."""
+        if Tag.PUSH in self._rooms or len(whole) == HEADER_BYTES:
+            self.send(whole, Tag.PUSH)
+            return
+        self.send(whole[:HEADER_BYTES], Tag.PUSH)
+        self.send(whole[HEADER_BYTES:], Tag.PAYLOAD)
+
+    def receive_payload(self, whole: Tensor, turns: Turns) -> None:
+        """Receive the payload of a push whose header has come, when it is its turn."""
+        payload = whole[HEADER_BYTES:]
+        if Tag.PUSH in self._rooms or not len(payload):
+            return
+        with turns.turn(len(payload)):
+            self.receive(payload, Tag.PAYLOAD)
 
     def close(self) -> None:
         """End the session: calls that wait, here and at the other end, raise RuntimeError. Gloo

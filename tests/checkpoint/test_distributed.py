@@ -3,15 +3,19 @@ another number of ranks."""
 
 from __future__ import annotations
 
+import io
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from pyops.checkpoint import load, save
+from pyops.checkpoint import CheckpointError, distributed, load, save
 from pyops.checkpoint.distributed import StorageReader, as_shards
 from pyops.flat import FlatLayout
 from tests.checkpoint.test_folder import equal
@@ -91,3 +95,25 @@ def refuse_partial(rank: int, group: Any) -> str:
 def test_a_sum_that_is_still_to_be_made(world):
     told = world(2).run(refuse_partial)
     assert all("Shard and Replicate can be saved: redistribute it first" in text for text in told)
+
+
+class Attribute:
+    """What pickle writes as getattr(kind, name)."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self._asked = (kind, name)
+
+    def __reduce__(self) -> Any:
+        return getattr, self._asked
+
+
+def test_an_index_names_members_of_its_enumeration_and_no_other_attributes(tmp_path):
+    """As Python 3.11.0 to 3.11.3 write a member."""
+    kinds = _MEM_FORMAT_ENCODING
+    written = pickle.dumps(Attribute(kinds, "TORCH_CONTIGUOUS_FORMAT"))
+    found = distributed._IndexUnpickler(io.BytesIO(written)).load()
+    assert found is kinds.TORCH_CONTIGUOUS_FORMAT
+    for kind, name in ((Path, "rmdir"), (kinds, "__class__")):
+        (tmp_path / distributed.INDEX).write_bytes(pickle.dumps(Attribute(kind, name)))
+        with pytest.raises(CheckpointError, match=f"{distributed.INDEX} asks for {name} of"):
+            distributed.TorchFolder(tmp_path)

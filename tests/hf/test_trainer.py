@@ -60,7 +60,7 @@ def test_the_trainer_over_zero_is_the_trainer_over_ddp(world, tmp_path, accumula
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, id="fp32"),
+        full({}, id="fp32"),
         pytest.param({"bf16": True}, id="autocast"),
         full({"activation_checkpointing": True}, id="recomputed"),
     ],

@@ -93,7 +93,10 @@ def alone(steps: int) -> dict[str, list[float]]:
 @pytest.mark.parametrize("steps", [STEPS, full(50)])
 @pytest.mark.parametrize(
     ("ranks", "tp", "stage", "sequence_parallel"),
-    [(4, 2, None, True), full(2, 1, 1, False), (2, 1, 2, False), full(4, 2, 3, True)],
+    [
+        (4, 2, None, True),
+        *(full(*each) for each in ((2, 1, 1, False), (2, 1, 2, False), (4, 2, 3, True))),
+    ],
 )
 def test_loss_curves_are_those_of_one_process(world, steps, ranks, tp, stage, sequence_parallel):
     found = world(ranks).run(curves, steps, tp, stage, sequence_parallel, timeout=180.0)

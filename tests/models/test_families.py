@@ -62,7 +62,7 @@ def test_every_dropout_draws_from_a_stream_of_its_own(name):
 @pytest.mark.real_device
 @pytest.mark.slow
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("name", ["bert", full("t5"), "vit"])
+@pytest.mark.parametrize("name", ["bert", full("t5"), full("vit")])
 def test_torch_compile_breaks_no_graph(name):
     model = make(name, num_layers=1)
     wanted = [loss_of(model, step=step).item() for step in range(2)]

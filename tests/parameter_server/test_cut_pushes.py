@@ -15,6 +15,8 @@ from pyops.parameter_server import ParameterShard, ServerConfig
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
 from pyops.parameter_server.serving import _Replica, _Serving
+from pyops.parameter_server.session import Tag
+from pyops.parameter_server.turns import Turns
 from pyops.parameter_server.vectors import Part
 from tests.parameter_server.shard_threads import tcp_store
 
@@ -40,6 +42,10 @@ class CutSession:
         if here.numel() < buffer.numel():
             raise RuntimeError("Connection closed by peer")
         return buffer
+
+    def receive_payload(self, whole: Tensor, turns: Turns) -> None:
+        with turns.turn(len(whole) - HEADER_BYTES):
+            self.receive(whole[HEADER_BYTES:], Tag.PAYLOAD)
 
     def send(self, reply: Tensor, tag: int) -> None:
         self.replies.append(Reply.of(reply))

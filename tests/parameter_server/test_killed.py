@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cpu_only
 
 @pytest.fixture
 def started() -> Iterator[list[Any]]:
-    """Processes of a test, which end with it also where it fails: the interpreter waits for them."""
+    """Processes of a test that end with it, also where it fails: the interpreter waits for them."""
     processes: list[Any] = []
     yield processes
     for process in processes:

@@ -242,6 +242,7 @@ def test_nvcc_and_torch_are_of_one_cuda(run_setup: RunSetup, tmp_path: Path):
             assert "CUDACXX" in message
 
 
+@pytest.mark.full  # an installation by pip, which `make docs` runs
 @pytest.mark.slow
 def test_install_without_kernels(with_torch: ForkedPython, tmp_path: Path):
     """A wheel built with PYOPS_NO_EXT=1 holds no binary, imports, and steps in plain torch."""

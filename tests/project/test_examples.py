@@ -76,6 +76,7 @@ def test_a_folder_is_tuned_alike_on_four_ranks_and_on_one(ranks, tmp_path, sizes
     )
 
 
+@pytest.mark.full  # three runs; tests/train resumes runs on other numbers of ranks in the suite
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ranks, tmp_path):
     """On another number of ranks, to the loss of a run that never stopped."""
     for each in ("killed", "whole"):

@@ -32,6 +32,8 @@ def printed(ranks: Ranks, name: str, size: int, folder: Path, arguments: str = "
     return outcomes[0][0]
 
 
+# The suite runs one of the four steps; `make docs` runs the others as well.
+@pytest.mark.full
 def test_the_largest_batch_is_the_one_predicted():
     """In a process of its own, whose memory is limited."""
     script = LAB / "data_parallel.py"
@@ -58,6 +60,7 @@ def test_zero_divides_the_states_and_changes_no_loss(ranks, tmp_path):
     assert said.count("losses equal") == 4
 
 
+@pytest.mark.full
 def test_a_pipeline_has_the_loss_of_one_process(ranks, tmp_path):
     said = printed(ranks, "pipeline", 2, tmp_path)
     losses = re.findall(r"loss ([\d.]+), of one process ([\d.]+)", said)
@@ -66,6 +69,7 @@ def test_a_pipeline_has_the_loss_of_one_process(ranks, tmp_path):
     assert re.findall(r"even stages (\d+)%", said) == ["50", "33", "20", "11"]
 
 
+@pytest.mark.full
 def test_the_search_takes_the_fastest_that_fits(ranks, tmp_path):
     said = printed(ranks, "search", 0, tmp_path, "4")
     rows = re.findall(r"^(.+?) +(\d+) #* +([\d.]+) #*( +does not fit)?$", said, re.M)

@@ -239,11 +239,11 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
-    """Modules of pyops that a module's source imports; `package` is the module's package, for
+def imported_modules(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> set[str]:
+    """Modules of pyops that nodes of a module's tree import; `package` is the module's package, for
     relative imports."""
     modules: set[str] = set()
-    for node in ast.walk(parsed(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -262,7 +262,7 @@ def violations(path: Path, source: str) -> list[str]:
         entry: floor for floor, entries in enumerate(FLOORS.get(room, [])) for entry in entries
     }
     found = []
-    for module in sorted(imported_modules(source, ("pyops", *place[:-1]))):
+    for module in sorted(imported_modules(ast.walk(parsed(source)), ("pyops", *place[:-1]))):
         other, *rest = module.split(".")[1:]
         if other != room and other in LAYER_OF:
             sideways = LAYER_OF[other] == LAYER_OF[room] and other not in SAME_LAYER_ALLOWED.get(
@@ -357,8 +357,7 @@ def files_that_circle() -> list[str]:
             for statement in tree.body
             for n in (statement.body if isinstance(statement, ast.If) else [statement])
         ]
-        top = ast.Module([n for n in body if isinstance(n, ast.Import | ast.ImportFrom)], [])
-        modules = imported_modules(ast.unparse(top), place[:-1])
+        modules = imported_modules(body, place[:-1])
         graph[".".join(place)] = {name for m in modules for name in (m, m.rpartition(".")[0])}
     while leaves := [
         module for module, others in graph.items() if not others & (set(graph) - {module})

@@ -33,8 +33,8 @@ def dense(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "seeds"), [(0.95, 1), *(full(sparsity, 5) for sparsity in GRADUAL)]
-)
+    ("sparsity", "seeds"), [full(0.95, 1), *(full(sparsity, 5) for sparsity in GRADUAL)]
+)  # the bits of each step stand in test_gradual.py
 def test_gradually_the_accuracy_stays(digits: runs.Digits, sparsity: float, seeds: int):
     slowly, after = [], []
     for seed in range(seeds):

@@ -54,6 +54,7 @@ def train(
         context.finish()
 
 
+@pytest.mark.full  # what each way computes stands in test_sparse_training.py and test_nm.py
 def test_as_good_as_dense_within_a_few_percent():
     config = GPTConfig(
         vocab_size=WORDS, sequence_length=16, num_layers=1, num_heads=4, dim=32, positions="rotary"

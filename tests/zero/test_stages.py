@@ -20,7 +20,7 @@ from tests.zero.models import Net, groups, mean_loss, one_process, part
 
 pytestmark = pytest.mark.on_device
 
-STEPS = 10
+STEPS = 6  # two of them without a layer that the others use
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -83,26 +83,29 @@ def expected() -> dict[str, Tensor]:
     return one_process(lambda g: torch.optim.AdamW(g, **OPTIONS), steps=STEPS, sometimes_every=3)
 
 
+# mode of accumulation: (backwards, whether reductions overlap with backward)
+MODES = {"": (1, True), "no_sync": (2, False), "sync": (2, True)}
 GRID = [
-    (size, bucket_bytes, stage)
+    (size, bucket_bytes, stage, mode)
     for stage in (0, 1, 2, 3)
     for size, bucket_bytes in ((1, 3000), (2, 1), (2, 3000), (2, 1 << 20), (3, 3000))
+    for mode in MODES
 ]
-# Every stage on three ranks, which share nothing out evenly; of the other sizes, each at the stage
-# where it does most: alone there is nothing to gather, a bucket for each parameter is a unit's own.
+# Both ways to accumulate at every stage on three ranks, which share nothing out evenly; of the
+# other sizes, each at the stage where it does most: alone there is nothing to gather, a bucket for
+# each parameter is a unit's own. test_any_optimizer takes one backward for each step.
 KEPT = [
-    *((3, 3000, stage) for stage in (0, 1, 2, 3)),
-    *((1, 3000, 3), (2, 1, 2), (2, 1 << 20, 1)),
+    *((3, 3000, stage, mode) for stage in (0, 1, 2, 3) for mode in ("no_sync", "sync")),
+    *((1, 3000, 3, "sync"), (2, 1, 2, "no_sync"), (2, 1 << 20, 1, "")),
 ]
 
 
-@pytest.mark.parametrize(("size", "bucket_bytes", "stage"), cut(GRID, keep=KEPT))
-def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes: int):
-    for accumulate, mode, overlap in ((1, "", True), (2, "no_sync", False), (2, "sync", True)):
-        zero = {"bucket_bytes": bucket_bytes, "overlap_grad_reduce": overlap}
-        _compare(
-            world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode), expected
-        )
+@pytest.mark.parametrize(("size", "bucket_bytes", "stage", "mode"), cut(GRID, keep=KEPT))
+def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes: int, mode: str):
+    accumulate, overlap = MODES[mode]
+    zero = {"bucket_bytes": bucket_bytes, "overlap_grad_reduce": overlap}
+    found = world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode)
+    _compare(found, expected)
 
 
 @pytest.mark.parametrize("stage", [full(0), full(1), 2, 3])
@@ -110,7 +113,7 @@ def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
     options = {"max_grad_norm": None}
     found = [
         world(3).run(
-            _train, stage, "torch.AdamW", OPTIONS, {"bucket_bytes": size, **options}, 1, "", 7
+            _train, stage, "torch.AdamW", OPTIONS, {"bucket_bytes": size, **options}, 1, "", 4
         )[0]
         for size in (1, 2000, 1 << 20)
     ]
@@ -142,19 +145,18 @@ OPTIMIZERS = [
 # Gradients are clipped before any optimizer sees them, so the suite has half of the optimizers with
 # it and half without; Lion, which takes the sign alone, would not show it.
 CLIPPED = {"AdamW", "SGD", "Adagrad", "LARS", "torch.SGD", "torch.NAdam"}
-# Those that look at whole tensors, of which a rank has a part: at every stage in the suite. To the
-# others the parts are the same at stages 1 and 2 as at 3.
-OF_TENSORS = {"LAMB", "LARS", "Adafactor"}
+# Those that look at whole tensors, of which a rank has a part: together at every stage in the
+# suite. To the others the parts are the same at stages 1 and 2 as at 3.
+IN_SUITE = {"LAMB": (1, 3), "LARS": (2,), "Adafactor": (2, 3)}
 
 
 def stages_of(name: str, *, clipped: bool) -> list[Any]:
     """(stages, marks) of an optimizer: what the suite has, and the rest under `-m full`."""
-    in_suite = (1, 2, 3) if name in OF_TENSORS else (3,)
     if (name in CLIPPED) != clipped:
         return [((1, 2, 3), full)]
-    if in_suite == (1, 2, 3):
-        return [(in_suite, pytest.param)]
-    return [(in_suite, pytest.param), ((1, 2), full)]
+    in_suite = IN_SUITE.get(name, (3,))
+    others = tuple(stage for stage in (1, 2, 3) if stage not in in_suite)
+    return [(in_suite, pytest.param), (others, full)]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def _rounded(rank: int, group: Any, stage: int, options: dict[str, Any]) -> dict
     zero = zero_optimizer(
         model, pyops.optim.AdamW, stage=stage, bucket_bytes=900, group=group, lr=1e-2, **options
     )
-    for step in range(6):
+    for step in range(4):
         x, y = part(step, rank, dist.get_world_size(group))
         mean_loss(model, x.bfloat16(), y.bfloat16(), sometimes=step % 2 == 0).backward()
         zero.step()
@@ -205,14 +207,23 @@ def _rounded(rank: int, group: Any, stage: int, options: dict[str, Any]) -> dict
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+ROUNDING = {
+    "masters": {},
+    "stochastic": {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
+}
+
+
+# Random bits belong to an element, wherever it lies: at stages 1 and 3 it does in two ways.
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}],
-    ids=["masters", "stochastic rounding"],
+    ("rounding", "stages"),
+    [("masters", (2, 3)), full("masters", (1,)), ("stochastic", (1, 3)), full("stochastic", (2,))],
 )
-def test_16_bit_parameters_have_the_same_bits_at_every_stage(world, options: dict[str, Any]):
+def test_16_bit_parameters_have_the_same_bits_at_every_stage(
+    world, rounding: str, stages: tuple[int, ...]
+):
+    options = ROUNDING[rounding]
     expected = world(3).run(_rounded, 0, options)[0]
-    for stage in (1, 2, 3):
+    for stage in stages:
         for found in world(3).run(_rounded, stage, options):
             for name, p in expected.items():
                 assert torch.equal(found[name], p), (stage, name)

@@ -128,8 +128,7 @@ IN_THE_SUITE = (
     "tp 2, recomputed",
     "pp 2",
     "pp 2, ghost norms",
-    "tp 2 x pp 2",
-)
+)  # tp x pp of one model after another: tests/parallel
 GHOST = {"norm": "ghost", "ghost_size": 2}  # two micro-batches of two images
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from pyops.optim import Adam, AdamW
+from tests.grids import full
 from tests.optim.pairs import (
     HYPER,
     assert_as_torch,
@@ -110,7 +111,7 @@ def test_defaults_are_those_of_torch():
 
 
 @pytest.mark.real_device
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [full({}), {"max_grad_norm": 0.5}], ids=str)
 def test_compiled_step(options):
     """torch.compile of step() takes the op on lists: one graph, the same numbers."""
     a = parameters(((5, 7), (3,)))

@@ -20,7 +20,7 @@ from pyops.pipeline import (
     PipeMareOptions,
     schedule,
 )
-from tests.grids import cut
+from tests.grids import cut, full
 from tests.pipeline import emulation
 from tests.pipeline.asynchronous import (
     OPTIMIZERS,
@@ -36,11 +36,33 @@ from tests.pipeline.reference import batch, mlp
 pytestmark = pytest.mark.cpu_only
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("rule", RULES)
-def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
+ENDS = ((1, 7), (4, 19), (4, 2))  # (stages, micro-batches): one, many, and a pipe that never fills
+BETWEEN = ((2, 11), (3, 15))
+# An optimizer's state has versions of its own under the first rule; the others share its steps.
+STASHED = [
+    *((rule, "sgd", ENDS) for rule in RULES),
+    *((rule, "momentum", ((3, 15),)) for rule in RULES),
+    *(("stash", optimizer, ((3, 15),)) for optimizer in OPTIMIZERS if optimizer != "sgd"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "sizes"),
+    cut(
+        [
+            (rule, optimizer, sizes)
+            for rule in RULES
+            for optimizer in OPTIMIZERS
+            for sizes in ((ENDS, BETWEEN) if optimizer == "sgd" else (((3, 15),),))
+        ],
+        keep=STASHED,
+    ),
+)
+def test_stashed_versions_follow_their_papers_rule(
+    rule: str, optimizer: str, sizes: tuple[tuple[int, int], ...]
+):
     name, options, make_rule = RULES[rule]
-    for k, m in ((1, 7), (2, 11), (3, 15), (4, 19), (4, 2)) if optimizer == "sgd" else ((3, 15),):
+    for k, m in sizes:
         x, target, xs, targets = microbatch_rows(
             m, 40
         )  # uneven micro-batches, and an uneven number for the last step
@@ -65,10 +87,17 @@ def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
         assert all(stage.num_in_flight == 0 for stage in pipeline.stages.values())
 
 
+CORRECTED = math.exp(-2)
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "warmup"), [("sgd", "a"), ("momentum", "b"), ("adam", "b"), ("fused", "a")]
+    ("optimizer", "warmup", "decay"),
+    [
+        *(("sgd", "a", None), ("adam", "b", None), full("momentum", "b", None)),
+        *(("momentum", "b", CORRECTED), ("fused", "a", CORRECTED)),
+        *(full("sgd", "a", CORRECTED), full("adam", "b", CORRECTED), full("fused", "a", None)),
+    ],
 )
-@pytest.mark.parametrize("decay", [None, math.exp(-2)])
 def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: float | None):
     for k, accumulate, anneal in ((1, 1, 0), (4, 1, 9), (2, 2, 0)):
         x, target, xs, targets = microbatch_rows(16, 32)
