@@ -39,7 +39,8 @@ class Client:
     """A replica: its model, its clock, and what it has to say to the shards.
 
     Args:
-        model: Its parameters become views of one flat vector, and get the shards' values.
+        model: Its parameters become views of one flat vector, and get the shards' values. Where
+            shards read gradients in place, each `.grad` is another view after a push.
         links: The ways to the shards, such as `connect` makes.
         config: When it exchanges and how.
         worker: Its number; the lowest one that lives makes the warm start.

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,15 @@ from tests.parameter_server.shard_threads import (
 from tests.workers import fork_server
 
 pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture
+def started() -> Iterator[list[Any]]:
+    """Processes of a test that end with it, also where it fails: the interpreter waits for them."""
+    processes: list[Any] = []
+    yield processes
+    for process in processes:
+        process.kill()
 
 
 def kill(process: Any) -> None:
@@ -56,7 +65,7 @@ def wait_for(
 
 
 @pytest.mark.parametrize("moment", cut([(n,) for n in range(50)], keep=[(3,)]))
-def test_replicas_that_are_killed_leave_the_others_their_way(moment: int):
+def test_replicas_that_are_killed_leave_the_others_their_way(moment: int, started: list[Any]):
     """Each shard has all of a push or nothing, and the rest of the run is not held up."""
     context, drawn = fork_server(), random.Random(moment)
     config = ShardConfig(max_staleness=4, record=True)
@@ -67,6 +76,7 @@ def test_replicas_that_are_killed_leave_the_others_their_way(moment: int):
         ]
         for process in killed:
             process.start()
+            started.append(process)
         # One that is killed before it is a member of both shards is no loss to them.
         shards.store.wait(["connected/1", "connected/2"], timedelta(seconds=60))
         steps = 60
@@ -89,7 +99,9 @@ def test_replicas_that_are_killed_leave_the_others_their_way(moment: int):
 
 
 @pytest.mark.parametrize("moment", cut([(n,) for n in range(10)], keep=[(4,)]))
-def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(moment: int, tmp_path: Path):
+def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(
+    moment: int, tmp_path: Path, started: list[Any]
+):
     context, drawn = fork_server(), random.Random(moment)
     store, every = tcp_store(), 5
     receive, send = context.Pipe(duplex=False)
@@ -99,11 +111,13 @@ def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(moment: in
             target=shard_process, args=(store.port, 0, 1, str(tmp_path), every, send)
         )
         process.start()
+        started.append(process)
         return process
 
     shard = start()
     worker = context.Process(target=replica_process, args=(store.port, 1, 80, 1, 0.002))
     worker.start()
+    started.append(worker)
     client = replica(store, 0, 10)
     time.sleep(drawn.random() * 0.2)
     kill(shard)
@@ -122,7 +136,7 @@ def test_a_shard_that_is_killed_is_started_again_and_loses_few_pushes(moment: in
     assert mean_loss(client.model) < mean_loss(model())
 
 
-def test_a_shard_that_stands_still_is_replaced(tmp_path: Path):
+def test_a_shard_that_stands_still_is_replaced(tmp_path: Path, started: list[Any]):
     """Its connections stay open, but nothing comes: a replica goes on with the next one."""
     context, store = fork_server(), tcp_store()
     receive, send = context.Pipe(duplex=False)
@@ -132,6 +146,7 @@ def test_a_shard_that_stands_still_is_replaced(tmp_path: Path):
             target=shard_process, args=(store.port, 0, 1, str(tmp_path), 5, send)
         )
         process.start()
+        started.append(process)
         return process
 
     still, module = start(), model()

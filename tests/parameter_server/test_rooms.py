@@ -312,6 +312,20 @@ def test_a_shard_that_is_started_again_and_can_not_read_gradients_gets_them_in_m
     assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
 
 
+def test_one_of_two_shards_reads_gradients_and_the_other_gets_messages(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    genuine = serving._room_of
+    monkeypatch.setattr(
+        serving, "_room_of", lambda hello, end: None if hello["start"] else genuine(hello, end)
+    )
+    with served(adagrad(0.05), shards=2) as shards:
+        client = replica(shards.store, 0, 4, shards=2, config=DownpourConfig(fetch_delay=0))
+    assert [line.lends for line in client.links.lines] == [True, False]
+    virtual = run(uneven(1, steps=4), adagrad(0.05), shards=2, fetch_delay=0)
+    assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
+
+
 def _counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often an end of a shard has summed a push."""
     seen, genuine = [], endpoint.all_finite

@@ -25,7 +25,7 @@ from pyops.parameter_server import (
     serve,
 )
 from pyops.parameter_server.serving import _Replica, _Serving
-from pyops.parameter_server.session import Session
+from pyops.parameter_server.session import Session, Tag
 from tests.parameter_server.replicas import adagrad, gradient, model, run, sgd, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
 
@@ -210,11 +210,11 @@ def test_no_thread_outlives_a_shard_and_a_replica_that_have_ended(monkeypatch: p
     """One that came back from a wait in C++ while the interpreter ends would abort the process."""
     received = Session.receive
 
-    def late(self: Session, *arguments, **options) -> torch.Tensor:
+    def late(self: Session, whole: torch.Tensor, tag: Tag, **options) -> torch.Tensor:
         try:
-            return received(self, *arguments, **options)
+            return received(self, whole, tag, **options)
         except RuntimeError:
-            time.sleep(0.3)
+            time.sleep(0.6 if tag == Tag.PUSH else 0.3)  # the pushes' thread is the last one
             raise
 
     monkeypatch.setattr(Session, "receive", late)

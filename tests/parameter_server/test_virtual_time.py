@@ -91,6 +91,19 @@ def test_pushes_carry_one_gradient_then_n_push_of_them():
     assert virtual.clients[0].pushed_gradients == 8
 
 
+def test_own_steps_are_of_single_gradients_whatever_is_pushed():
+    virtual = run(
+        [VirtualWorker(steps=5)], sgd(0.1), push_every=3, fetch_every=100, local_lr=0.05, mean=True
+    )
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        gradient(plain, 0, step)
+        optimizer.step()
+    assert torch.equal(flat(virtual.clients[0].model), flat(plain))
+
+
 def test_a_push_is_the_sum_of_gradients_and_with_mean_their_mean():
     ways = {}
     for mean in (False, True):
