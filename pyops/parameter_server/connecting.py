@@ -35,7 +35,7 @@ from pyops.parameter_server.messages import (
     Verdict,
     message,
 )
-from pyops.parameter_server.session import (
+from pyops.parameter_server.sessions.session import (
     OPENING,
     Gradients,
     Memory,

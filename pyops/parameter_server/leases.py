@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.parameter_server.config import check_number
-from pyops.parameter_server.session import rendezvous
+from pyops.parameter_server.sessions.session import rendezvous
 
 __all__ = ["Leases"]
 

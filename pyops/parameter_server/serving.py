@@ -29,7 +29,7 @@ from pyops.failure import CommunicationError
 from pyops.parameter_server.config import ShardConfig, check_number
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import (
+from pyops.parameter_server.sessions.session import (
     LOADS_IN_ORDER,
     OPENING,
     Gradients,
@@ -42,7 +42,7 @@ from pyops.parameter_server.session import (
 )
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
-from pyops.parameter_server.turns import Turns
+from pyops.parameter_server.sessions.turns import Turns
 
 __all__ = ["HostedShard", "ServerConfig", "ShardReport", "serve", "stop"]
 

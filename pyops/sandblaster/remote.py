@@ -25,7 +25,7 @@ from torch import nn
 
 from pyops.failure import CommunicationError
 from pyops.parameter_server.config import check_number
-from pyops.parameter_server.session import own_connection
+from pyops.parameter_server.sessions.session import own_connection
 from pyops.parameter_server.vectors import layout_digest
 from pyops.sandblaster.config import SandblasterConfig
 from pyops.sandblaster.portions import Portions

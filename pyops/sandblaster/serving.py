@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pyops.failure import CommunicationError
 from pyops.parameter_server.config import check_number
 from pyops.parameter_server.messages import HEADER_BYTES, Reply, Request, Verdict, message
-from pyops.parameter_server.session import Session, Tag
+from pyops.parameter_server.sessions.session import Session, Tag
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
 from pyops.parameter_server.vectors import layout_digest
 from pyops.sandblaster.config import SandblasterConfig

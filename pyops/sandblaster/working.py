@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyops.failure import CommunicationError
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, message
-from pyops.parameter_server.session import OPENING, Session, Tag
+from pyops.parameter_server.sessions.session import OPENING, Session, Tag
 from pyops.parameter_server.vectors import cut
 from pyops.sandblaster.config import SandblasterConfig
 from pyops.sandblaster.recovery import current_term

@@ -15,8 +15,8 @@ from pyops.parameter_server import ParameterShard, ServerConfig
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
 from pyops.parameter_server.serving import _Replica, _Serving
-from pyops.parameter_server.session import Tag
-from pyops.parameter_server.turns import Turns
+from pyops.parameter_server.sessions.session import Tag
+from pyops.parameter_server.sessions.turns import Turns
 from pyops.parameter_server.vectors import Part
 from tests.parameter_server.shard_threads import tcp_store
 

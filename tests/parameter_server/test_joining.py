@@ -20,7 +20,7 @@ from pyops.parameter_server import (
     session,
 )
 from pyops.parameter_server.messages import Kind, Request
-from pyops.parameter_server.session import Session, rendezvous
+from pyops.parameter_server.sessions.session import Session, rendezvous
 from tests.parameter_server.replicas import adagrad, gradient, model
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
 

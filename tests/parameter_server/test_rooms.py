@@ -25,7 +25,7 @@ from pyops.parameter_server import (
 )
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.session import LOADS_IN_ORDER, Gradients, LentParameters, Room
+from pyops.parameter_server.sessions.session import LOADS_IN_ORDER, Gradients, LentParameters, Room
 from tests.open_files import open_files
 from tests.parameter_server.replicas import adagrad, gradient, model, run, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store

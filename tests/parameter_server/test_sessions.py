@@ -25,7 +25,7 @@ from pyops.parameter_server import (
     serve,
 )
 from pyops.parameter_server.serving import _Replica, _Serving
-from pyops.parameter_server.session import Session, Tag
+from pyops.parameter_server.sessions.session import Session, Tag
 from tests.parameter_server.replicas import adagrad, gradient, model, run, sgd, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from pyops.parameter_server import DownpourConfig
-from pyops.parameter_server import turns as module
-from pyops.parameter_server.turns import Turns, Width
+from pyops.parameter_server.sessions import turns as module
+from pyops.parameter_server.sessions.turns import Turns, Width
 from tests.parameter_server.replicas import adagrad
 from tests.parameter_server.shard_threads import replica, served
 

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.parameter_server.messages import HEADER_BYTES, Fetched, Reply, message
-from pyops.parameter_server.turns import Turns
+from pyops.parameter_server.sessions.turns import Turns
 from pyops.torch_private import another_connection
 
 __all__ = [
