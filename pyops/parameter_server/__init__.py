@@ -14,13 +14,14 @@ Dean et al., Large scale distributed deep networks, NeurIPS 2012, section 4.1.
 | shard.py, endpoint.py | what a shard does with a push and a fetch; its end of a session |
 | client.py, connecting.py | what a replica does in a step; its sessions with the shards |
 | serving.py, snapshots.py | the process of a shard, and what it leaves for the next one |
-| session.py, leases.py | two processes and a group of their own; samples for free replicas |
+| sessions/ | how a replica and a shard talk |
+| leases.py | samples for free replicas |
 | virtual_time.py | the same over simulated workers and links |
 """
 
 from pyops.parameter_server.client import Client
-from pyops.parameter_server.config import DownpourConfig, ShardConfig
-from pyops.parameter_server.connecting import ConnectConfig, connect
+from pyops.parameter_server.config import ConnectConfig, DownpourConfig, ShardConfig
+from pyops.parameter_server.connecting import connect
 from pyops.parameter_server.leases import Leases
 from pyops.parameter_server.messages import Links, Pending, Reply, Request
 from pyops.parameter_server.serving import HostedShard, ServerConfig, ShardReport, serve, stop

@@ -103,3 +103,21 @@ class ShardConfig:
             value = getattr(self, name)
             if name in ("rate_by_staleness", "record") and not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}; give True or False")
+
+
+@dataclass(frozen=True)
+class ConnectConfig:
+    """How long a replica waits for shards."""
+
+    patience: float = 60.0
+    """Seconds that it waits for a shard to be there, or to be started again."""
+    beat_every: float = 2.0
+    """Seconds from one sign of life to the next; a fraction of the shards' lease."""
+    shared_memory: bool = True
+    """Whether messages to a shard on the same host lie in memory of both, instead of travelling."""
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "beat_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not value > 0:
+                raise ValueError(f"{name} is {value!r}; give seconds, above 0")

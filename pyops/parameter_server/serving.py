@@ -30,19 +30,16 @@ from pyops.parameter_server.config import ShardConfig, check_number
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
 from pyops.parameter_server.sessions.session import (
-    LOADS_IN_ORDER,
     OPENING,
-    Gradients,
-    Memory,
-    Room,
     Session,
     Tag,
     own_connection,
     rendezvous,
 )
+from pyops.parameter_server.sessions.shared_memory import LOADS_IN_ORDER, Gradients, Memory, Room
+from pyops.parameter_server.sessions.turns import Turns
 from pyops.parameter_server.shard import Counts, MakeOptimizer, ParameterShard, check_optimizer
 from pyops.parameter_server.snapshots import load_snapshot, save_snapshot
-from pyops.parameter_server.sessions.turns import Turns
 
 __all__ = ["HostedShard", "ServerConfig", "ShardReport", "serve", "stop"]
 

@@ -17,9 +17,9 @@ from pyops.parameter_server import (
     connect,
     connecting,
     serving,
-    session,
 )
 from pyops.parameter_server.messages import Kind, Request
+from pyops.parameter_server.sessions import session
 from pyops.parameter_server.sessions.session import Session, rendezvous
 from tests.parameter_server.replicas import adagrad, gradient, model
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store

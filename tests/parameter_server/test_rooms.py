@@ -19,13 +19,19 @@ from pyops.parameter_server import (
     DownpourConfig,
     ParameterShard,
     connect,
-    connecting,
     endpoint,
     serving,
 )
 from pyops.parameter_server.endpoint import Endpoint
 from pyops.parameter_server.messages import HEADER_BYTES, Kind, Reply, Request, Verdict, message
-from pyops.parameter_server.sessions.session import LOADS_IN_ORDER, Gradients, LentParameters, Room
+from pyops.parameter_server.sessions import line
+from pyops.parameter_server.sessions.line import Line
+from pyops.parameter_server.sessions.shared_memory import (
+    LOADS_IN_ORDER,
+    Gradients,
+    LentParameters,
+    Room,
+)
 from tests.open_files import open_files
 from tests.parameter_server.replicas import adagrad, gradient, model, run, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
@@ -180,7 +186,7 @@ def test_parameters_are_copied_where_they_cannot_be_read_in_place(
     where: str, monkeypatch: pytest.MonkeyPatch
 ):
     if where == "hidden":
-        monkeypatch.setattr(connecting, "_opened", lambda address: None)
+        monkeypatch.setattr(line, "_opened", lambda address: None)
     else:
         monkeypatch.setattr(serving, "LOADS_IN_ORDER", False)
     with served(adagrad(0.05)) as shards:
@@ -198,7 +204,7 @@ def test_a_replica_that_dies_while_it_writes_into_the_room_has_pushed_nothing():
             model(), shards.store, worker=0, patience=ConnectConfig(), config=DownpourConfig()
         )
         line = client.links.lines[0]
-        assert isinstance(line, connecting._Line)
+        assert isinstance(line, Line)
         gradient(client.model, 0, 0)
         client.step()
         client.settle()

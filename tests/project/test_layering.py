@@ -177,6 +177,13 @@ FLOORS = {
         ["trainer"],
         ["composition"],
     ],
+    "parameter_server": [
+        ["config", "messages", "snapshots", "vectors"],
+        ["sessions", "shard"],
+        ["endpoint", "leases"],
+        ["client", "serving"],
+        ["connecting", "virtual_time"],
+    ],
     "pipeline": [
         ["schedules"],
         ["partition", "transport"],
