@@ -55,9 +55,10 @@ def private_names(source: str) -> Iterator[str]:
                 if re.search(r"\._[a-zA-Z]", name := f"{node.module}.{alias.name}"):
                     yield name
         elif isinstance(node, ast.Attribute):
+            if not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
             name = _dotted(node) or node.attr
-            private = node.attr.startswith("_") and not node.attr.startswith("__")
-            if private and (name.split(".")[0] in ("torch", "dist") or node.attr in ATTRIBUTES):
+            if name.split(".")[0] in ("torch", "dist") or node.attr in ATTRIBUTES:
                 yield name
 
 

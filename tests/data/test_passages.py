@@ -3,6 +3,7 @@ sample and epoch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from pyops.data import DataConfig
 from pyops.data.corpus import CorpusError, find_documents
 from pyops.data.passages import FAMILIES, Passages, Rows, mask_rows, prepare_passages
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -72,8 +74,10 @@ def copies_of(rows: Rows, count: int) -> Tensor:
     return rows.copied(count).tokens.unflatten(0, (len(rows), count))
 
 
-def test_copies_of_a_passage_begin_between_it_and_the_next(library):
-    for part in (library.train, library.held_out, library.text):
+@pytest.mark.parametrize("every", [16, full(1)])
+def test_copies_of_a_passage_begin_between_it_and_the_next(library, every: int):
+    for whole in (library.train, library.held_out, library.text):
+        part = replace(whole, places=whole.places[::every])
         copies = copies_of(part, 4)
         assert torch.equal(copies[:, 0], part.tokens)
         assert bool((copies[:, :, 0] == library.first).all())
@@ -110,19 +114,21 @@ def test_a_count_of_copies_that_there_cannot_be_is_refused(library, count):
         copies_of(library.train, count)
 
 
-def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
+@pytest.mark.parametrize("every", [90, full(30)])
+def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library, every: int):
     passages = library
     text = bytes(passages.text.tokens[:, 1:].flatten().to(torch.uint8).tolist())
-    rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::30, 1:].to(torch.uint8)]
+    rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::every, 1:].to(torch.uint8)]
     found = sum(
         row in text for row in rows
     )  # a line that many files have, such as one of a licence, may be there
     assert found < 0.02 * len(rows)
-    own = [bytes(row.tolist()) for row in passages.train.tokens[::30, 1:].to(torch.uint8)]
+    own = [bytes(row.tolist()) for row in passages.train.tokens[::every, 1:].to(torch.uint8)]
     assert sum(row in text for row in own) > 0.95 * len(own)
 
 
-def test_each_row_of_the_text_says_which_file_it_is_from(library):
+@pytest.mark.parametrize("every", [600, full(300)])
+def test_each_row_of_the_text_says_which_file_it_is_from(library, every: int):
     passages = library
     sources = passages.text.files
     assert int(sources.min()) == 0
@@ -131,7 +137,7 @@ def test_each_row_of_the_text_says_which_file_it_is_from(library):
         Path(document.path).read_bytes() for document in find_documents(DataConfig(path="stdlib"))
     ]
     found: dict[int, set[int]] = {}
-    for row in range(0, len(passages.text), 300):
+    for row in range(0, len(passages.text), every):
         needle = bytes(passages.text.cut(torch.tensor([row]))[0, 1:].to(torch.uint8).tolist())
         where = [number for number, text in enumerate(texts) if needle in text]
         if len(where) == 1:  # neither in several files nor across two

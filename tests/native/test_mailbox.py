@@ -4,15 +4,15 @@ there is no room."""
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from pyops.ops.library import native
+from tests.workers import fork_server
 
 pytestmark = [
     pytest.mark.cpu_only,
@@ -90,18 +90,25 @@ def test_two_threads():
     thread.join()
 
 
+def _write_nothing(name: str, pipe: Connection) -> None:
+    """A writer that is there until it is killed."""
+    mailbox = native().Mailbox(name, True, 4096)
+    pipe.send("made")
+    pipe.recv()
+    del mailbox
+
+
 def test_a_late_writer_and_a_dead_one():
     _, reader = both_ends()
     assert reader.wait(1, 0.05) == -3
     name = f"/pyops-test-{secrets.token_hex(8)}"
-    make = f"m = native().Mailbox({name!r}, True, 4096)"
-    code = f"from pyops.ops.library import native; {make}; print(1, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        reader = native().Mailbox(name, False, 4096)
-        reader.unlink()
-        process.kill()
-        process.wait()
-        assert reader.wait(1, 30.0) == -2
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_write_nothing, args=(name, theirs))
+    process.start()
+    assert ours.recv() == "made"
+    reader = native().Mailbox(name, False, 4096)
+    reader.unlink()
+    process.kill()
+    process.join()
+    assert reader.wait(1, 30.0) == -2

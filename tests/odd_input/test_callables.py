@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.grids import full
 from tests.odd_input.callables import CALLS
 from tests.odd_input.ranks import RANK_CALLS, odd_ones_for, wrong_on_ranks
 from tests.odd_input.runs import wrong_in
@@ -38,8 +39,9 @@ def test_an_ordinary_tensor_is_taken_on_two_ranks(world, name: str):
 
 
 @pytest.mark.slow
-def test_every_odd_tensor_in_every_callable():
-    assert wrong_in("tests.odd_input.callables", "all") == []
+@pytest.mark.parametrize("which", ["dealt", full("all")])
+def test_every_odd_tensor_in_every_callable(which: str):
+    assert wrong_in("tests.odd_input.callables", which) == []
 
 
 @pytest.mark.parametrize("name", RANK_CALLS)

@@ -9,6 +9,7 @@ import torch
 import pyops.optim
 from pyops.comm.compression.floats import Identity
 from pyops.comm.compression.one_bit import OneBit
+from tests.grids import full
 from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import OneBitAdamRanks, random_gradients, random_parameters
 from tests.tolerance import assert_close_to_reference
@@ -40,7 +41,7 @@ def assert_like_simulation(results, params, gradients, *, tiny=None, **simulated
     return reference
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [full(2), 3, 4])
 def test_ranks_follow_the_simulation_and_agree_in_every_bit(world, ranks):
     params, gradients = random_parameters(), random_gradients(12, ranks)
     results = world(ranks).run(

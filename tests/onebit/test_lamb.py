@@ -13,6 +13,7 @@ from pyops.comm.compression.floats import Identity
 from pyops.comm.compression.one_bit import OneBit
 from pyops.flat import FlatBuffer
 from pyops.onebit import OneBitLAMB
+from tests.grids import full
 from tests.onebit.lamb_simulation import DeepSpeedRanks, OneBitLAMBRanks
 from tests.onebit.runs import built, grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import SHAPES, random_gradients, random_parameters
@@ -53,7 +54,7 @@ def assert_like_simulation(results, params, gradients, **simulated):
     return assert_like(of, results, gradients)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [full(2), 3])
 def test_ranks_follow_the_simulation_and_agree_in_every_bit(world, ranks):
     params, gradients = layers_of_sizes(), random_gradients(14, ranks)
     options = {**OPTIONS, "frozen_beta2": 0.0, "codec": OneBit(block=64)}

@@ -285,11 +285,14 @@ def test_ranks_are_one_after_each_message_and_differ_between(world, ranks):
     assert seen == {"exact", "compressed", "local"}
 
 
-def test_resumed_within_an_interval_it_goes_on_bit_for_bit(world):
+# Between an exact step and a compressed one, the other way round, between two that are compressed,
+# and before a step without a message.
+@pytest.mark.parametrize("stops", [(2, 9, 10, 24), full((1, 5, 8, 16))], ids=str)
+def test_resumed_within_an_interval_it_goes_on_bit_for_bit(world, stops: tuple[int, ...]):
     params, gradients = random_parameters(), noisy_gradients(26, 2)
     options = {**OPTIONS, "codec": OneBit(block=64)}
     whole = world(2).run(run_steps, "ZeroOneAdam", params, gradients, options)
-    for stop in (1, 2, 5, 8, 9, 10, 16, 24):
+    for stop in stops:
         first = world(2).run(run_steps, "ZeroOneAdam", params, gradients[:stop], options)
         saved = (
             [r.state for r in first],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pyops.optim
 from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, PostValidation, schedule
-from tests.grids import full
+from tests.grids import cut
 from tests.pipeline.reference import batch, mlp
 
 pytestmark = pytest.mark.cpu_only
@@ -125,8 +125,17 @@ def both(
     return expected[0], expected[1], found[3]
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize(("name", "ranks"), [full("zb1p", 2), ("zb1p", 3), ("interleaved_zb", 2)])
+RANKS = (("zb1p", 2), ("zb1p", 3), ("interleaved_zb", 2))
+
+
+# Every optimizer on three ranks, of which one is neither first nor last.
+@pytest.mark.parametrize(
+    ("name", "ranks", "optimizer"),
+    cut(
+        [(*each, optimizer) for each in RANKS for optimizer in OPTIMIZERS],
+        keep=[("interleaved_zb", 2, "adamw"), *(("zb1p", 3, each) for each in OPTIMIZERS)],
+    ),
+)
 def test_parameters_states_losses_and_norms_have_the_same_bits(world, name, ranks, optimizer):
     everyone = world(ranks).run(both, name, optimizer)
     losses, norms, _ = everyone[0]

@@ -3,6 +3,7 @@ layers."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pyops.mesh import ALONE
 from pyops.pipeline import Action, Pipeline, profile, schedule, simulate
+from tests.grids import cut
 
 pytestmark = pytest.mark.cpu_only
 
@@ -90,8 +92,17 @@ class Watch:
         self.most[rank] = max(self.most[rank], found)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+# Every schedule as it is; each way to recompute where backward is one action and where it is two.
+KEPT = [
+    *((name, "never") for name in SYNCHRONOUS),
+    *((name, way) for name in ("1f1b", "zbv") for way in ("always", "except_last")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    cut(itertools.product(SYNCHRONOUS, ("never", "always", "except_last")), keep=KEPT),
+)
 def test_what_stages_keep_is_what_was_simulated(name: str, recompute: str):
     k, m = 3, 6
     made = schedule(name, num_stages=k, num_microbatches=m).with_recompute(recompute)

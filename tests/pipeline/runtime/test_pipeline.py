@@ -4,6 +4,7 @@ micro-batches one after the other."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch import nn
 from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, PipelineConfig, Schedule, custom, schedule
 from pyops.pipeline.transport import links, mailboxes
-from tests.grids import cut
+from tests.grids import cut, full
 from tests.pipeline.reference import batch, mlp, sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -41,24 +42,30 @@ GRID = [(name, recompute) for name in SYNCHRONOUS for recompute in RECOMPUTE]
 IN_SUITE = [case for case in GRID if case[1] == "never" or case[0] in ("1f1b", "zbv")]
 
 
+# (stages, micro-batches) of 10 rows, of which 3, 4 and 7 are uneven.
+SIZES = set(itertools.product((1, 2, 4), (1, 3, 4, 7)))
+FEW = {(1, 3), (2, 1), (2, 4), (4, 3), (4, 7)}
+
+
+@pytest.mark.parametrize("sizes", [pytest.param(FEW, id="few"), full(SIZES - FEW, id="others")])
 @pytest.mark.parametrize(("name", "recompute"), cut(GRID, keep=IN_SUITE))
-def test_gradients_have_the_bits_of_a_sequential_run(name: str, recompute: str):
+def test_gradients_have_the_bits_of_a_sequential_run(
+    name: str, recompute: str, sizes: set[tuple[int, int]]
+):
     x, target = batch(10)
     whole = mlp()
-    full = mse(nn.Sequential(*whole)(x), target)
-    full.backward()
-    for k in (1, 2, 4):
-        for m in (1, 3, 4, 7):  # 10 rows: uneven micro-batches
-            plan = made(name, k, m, recompute)
-            ours, theirs = mlp(), mlp()
-            pipeline = Pipeline(ours, schedule=plan, group=ALONE, loss=mse)
-            loss = pipeline.step(x, target)
-            expected = sequential_step(theirs, plan, pipeline.boundaries, x, target, mse)
-            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-            for a, b, c in zip(gradients(ours), gradients(theirs), gradients(whole), strict=True):
-                assert torch.equal(a, b), (k, m)
-                torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
-            assert all(stage.num_in_flight == 0 for stage in pipeline.stages.values())
+    mse(nn.Sequential(*whole)(x), target).backward()
+    for k, m in sorted(sizes):
+        plan = made(name, k, m, recompute)
+        ours, theirs = mlp(), mlp()
+        pipeline = Pipeline(ours, schedule=plan, group=ALONE, loss=mse)
+        loss = pipeline.step(x, target)
+        expected = sequential_step(theirs, plan, pipeline.boundaries, x, target, mse)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for a, b, c in zip(gradients(ours), gradients(theirs), gradients(whole), strict=True):
+            assert torch.equal(a, b), (k, m)
+            torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
+        assert all(stage.num_in_flight == 0 for stage in pipeline.stages.values())
 
 
 def over_ranks(rank: int, group: Any, name: str, k: int, m: int, recompute: str) -> None:
@@ -88,15 +95,19 @@ def over_ranks(rank: int, group: Any, name: str, k: int, m: int, recompute: str)
     pipeline.close()
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_over_ranks_as_in_one_process(world, name: str):
-    for k, m, recompute in (
-        (2, 1, "never"),
-        (2, 5, "except_last"),
-        (3, 4, "always"),
-        (4, 6, "never"),
-    ):
-        world(k).run(over_ranks, name, k, m, recompute)
+OF_RANKS = [(2, 1, "never"), (2, 5, "except_last"), (3, 4, "always"), (4, 6, "never")]
+# Every schedule with recomputation and without, and every number of ranks with half of them.
+HALVES = [
+    (name, case) for number, name in enumerate(SYNCHRONOUS) for case in OF_RANKS[number % 2 :: 2]
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), cut(itertools.product(SYNCHRONOUS, OF_RANKS), keep=HALVES)
+)
+def test_over_ranks_as_in_one_process(world, name: str, case: tuple[int, int, str]):
+    k, m, recompute = case
+    world(k).run(over_ranks, name, k, m, recompute)
 
 
 def sizes_change(rank: int, group: Any) -> None:

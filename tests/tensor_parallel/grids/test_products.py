@@ -118,8 +118,14 @@ def test_what_was_gathered_may_be_kept(mode, shape, form):
     check(mode, shape, form, SIZES, keep_gathered=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("mode", "shape"), STEPPED)
+STEPS = [(*grid, form) for grid in STEPPED for form in FORMS]
+KEPT_STEPS = [
+    *((*grid, form) for grid in (("2d", (2, 2)), ("2.5d", (2, 2, 2))) for form in FORMS),
+    *((*grid, form) for grid, form in zip(STEPPED, itertools.cycle(FORMS), strict=False)),
+]
+
+
+@pytest.mark.parametrize(("mode", "shape", "form"), cut(STEPS, keep=KEPT_STEPS))
 def test_products_in_steps_are_the_same(mode, shape, form):
     check(mode, shape, form, SIZES, stepwise=True)
 
