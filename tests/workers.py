@@ -196,6 +196,9 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
         # Short limits are those of collectives: to meet may take longer beside other tests.
         meeting = max(limit, datetime.timedelta(seconds=60))
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=meeting)
+        if store.add("ranks here", 1) == size:
+            store.set("all ranks are here", "")
+        store.wait(["all ranks are here"])
         store.set_timeout(limit)
         backend = "gloo"
         if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
@@ -310,7 +313,7 @@ class Pool:
     def _receive(self, rank: int) -> Outcome:
         try:
             result, error = self._pipes[rank].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._processes[rank].join(5)
             return Outcome(rank, exitcode=self._processes[rank].exitcode or -1)
         return Outcome(rank, result=result, error=error)
