@@ -214,7 +214,7 @@ def test_no_thread_outlives_a_shard_and_a_replica_that_have_ended(monkeypatch: p
         try:
             return received(self, whole, tag, **options)
         except RuntimeError:
-            time.sleep(0.6 if tag == Tag.PUSH else 0.3)  # the pushes' thread is the last one
+            time.sleep(1.5 if tag == Tag.PUSH else 0.3)  # the pushes' thread is the last one
             raise
 
     monkeypatch.setattr(Session, "receive", late)
