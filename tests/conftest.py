@@ -19,6 +19,9 @@ from tests.workers import world  # noqa: F401 - a fixture, found by name
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 )  # torch reads it at the first product on a GPU, whoever makes it
+# torch asks for the name of each address that connects to a TCPStore, also of this host's own: a
+# question to the name server that is lost would hold it up for the five seconds of the default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # pytest-xdist: processes that each took all cores would wait for one another at the end of every
 # parallel loop.
 torch.set_num_threads(
