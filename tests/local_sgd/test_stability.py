@@ -8,6 +8,7 @@ from torch import nn
 
 from pyops.local_sgd import LocalSGD, LocalSGDConfig
 from pyops.local_sgd.virtual_time import VirtualReplica, run_replicas
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -35,8 +36,7 @@ def growth(rate: float, alpha: float, replicas: int = 1) -> float:
     return found
 
 
-@pytest.mark.parametrize("rate", [2.1, 2.9])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "rate"), [(1, 2.1), full(1, 2.9), full(2, 2.1), (2, 2.9)])
 def test_easgd_diverges_at_the_elasticity_that_theory_says(rate: float, replicas: int):
     """x <- (1 - a) q x + a c, c <- R a q x + (1 - R a) c with q = 1 - rate has an eigenvalue of -1
     at a = (2 + 2 q) / (2 q + R q + R): beyond a rate of 2, which is unstable alone, the center
@@ -46,7 +46,7 @@ def test_easgd_diverges_at_the_elasticity_that_theory_says(rate: float, replicas
     assert growth(rate, 0.99 * bound, replicas) > 1 > growth(rate, 1.01 * bound, replicas)
 
 
-@pytest.mark.parametrize("rate", [0.1, 1.0, 1.9])
+@pytest.mark.parametrize("rate", [0.1, full(1.0), 1.9])
 def test_easgd_is_stable_at_every_elasticity_that_is_allowed(rate: float):
     """The paper's bound, (4 - 2 rate) / (4 - rate), is of elastic steps beside the gradient's;
     behind it, as here, alpha <= 1 / R is enough."""

@@ -17,7 +17,7 @@ from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
 from pyops.tensor_parallel.convert.check.virtual_ranks import run_virtual
 from pyops.tensor_parallel.convert.replacement_plan import ReplacementPlan
 from pyops.zero import ZeroConfig
-from tests.grids import cut, full
+from tests.grids import cut
 from tests.parallel.test_trainer import NO_DROPOUT, close, own_rows, rows_for
 from tests.parallel.tiny_transformers import batch_for, make_model
 
@@ -45,9 +45,8 @@ PLANS = {
     "cp 2": (2, ParallelPlan(cp=2, cp_method="ring")),
     "cp 2 x tp 2": (4, ParallelPlan(cp=2, tp=2, cp_method="ulysses")),
 }
-IN_SUITE = [
-    ("q and v", "zero 3"), ("all and head", "tp 2"), ("all and head", "pp 2"), ("packed", "tp 2"),
-]  # fmt: skip
+# Adapters of all layers on tp 2 stand in tests/train/pretrained/test_folder_training.py.
+IN_SUITE = [("q and v", "zero 3"), ("all and head", "pp 2"), ("packed", "tp 2")]
 
 
 def adapted(case: str, **more: Any) -> Any:
@@ -124,9 +123,8 @@ def dropped(rank: int, group: object, plan: ParallelPlan, folder: Path) -> list[
     return trained(rank, group, "all and head", plan, folder, lora_dropout=0.3)
 
 
-@pytest.mark.parametrize(
-    "plan", [ParallelPlan(tp=2), full(ParallelPlan(cp=2, cp_order="contiguous"))]
-)
+@pytest.mark.full  # adapters with dropout have the losses of one process in the file named above
+@pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(cp=2, cp_order="contiguous")])
 def test_the_dropout_of_adapters_is_the_same_on_every_layout(plan, world, tmp_path):
     expected = dropped(0, None, ParallelPlan(), tmp_path)
     for losses in world(2).run(dropped, plan, tmp_path):

@@ -58,7 +58,7 @@ def went_on(rank: int, group: object, name: str, plan: ParallelPlan, folder: Pat
         ("gpt2", "tp", "pp"),
         full("gpt2", "pp", "tp"),
         full("gpt2", "alone", "zero 3"),
-        ("llama tied", "interleaved", "tp"),
+        full("llama tied", "interleaved", "tp"),
         full("llama tied", "zero 1", "pp"),
         full("t5", "pp", "alone"),
         ("t5", "zero 3", "interleaved"),

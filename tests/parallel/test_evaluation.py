@@ -54,7 +54,7 @@ def evaluated(rank: int, group: object, plan: ParallelPlan, sizes: dict[int, lis
 @pytest.mark.parametrize(
     ("plan", "sizes"),
     [
-        ("tp", {0: [4, 4, 3]}),
+        full("tp", {0: [4, 4, 3]}),
         full("pp", {0: [4, 4, 3]}),
         ("pp", {0: [9, 1, 1]}),
         full("zero 3", {0: [4, 3], 1: [4]}),
@@ -89,7 +89,7 @@ def assert_learns(trainer: Trainer, first: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "split"), [full("dp", 7), ("dp", 1), ("zero 3", 0), ("pp", 7), full("pp many", 7)]
+    ("plan", "split"), [full("dp", 7), full("dp", 1), ("zero 3", 0), ("pp", 7), full("pp many", 7)]
 )
 def test_uneven_shares_change_nothing(plan, split, world):
     plans = {

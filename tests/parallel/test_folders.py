@@ -65,7 +65,6 @@ def logits_of(folder: Path, name: str) -> Tensor:
         keep=[
             ("llama", "one"),
             ("llama tied", "tp 2 x pp 2"),
-            ("t5", "pp 2"),
             ("bert", "tp 2"),
             ("vit", "dp 2, zero 3"),
         ],

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyops.optim import AdamW
 from pyops.parallel import ParallelPlan, PipelineOptions, Trainer, parallelize
+from tests.grids import full
 from tests.parallel.tiny_transformers import batch_for, make_model
 
 pytestmark = pytest.mark.cpu_only
@@ -61,7 +62,9 @@ def losses_on_rank(rank: int, group: object, *args: Any, **config: Any) -> Any:
 PIPELINE = PipelineOptions("zb1p", recompute="always")
 
 
-@pytest.mark.parametrize(("name", "fits"), [("llama tied", True), ("gemma2", False), ("phi", True)])
+@pytest.mark.parametrize(
+    ("name", "fits"), [("llama tied", True), ("gemma2", False), full("phi", True)]
+)
 def test_losses_are_those_of_whole_logits(name, fits, world):
     """Gemma 2 squashes its logits, which shows after the first call; that call drew dropout. The
     head of Phi has a bias."""

@@ -227,8 +227,13 @@ SHARED = ["gpt2, 5 heads", "t5", "bart", "opt"]
 
 @pytest.mark.parametrize(
     ("names", "shares_tokens"),
-    [(NAMES, False), (SHARED, True), full([n for n in NAMES if n not in SHARED], True)],
-    ids=["heads", "heads and tokens", "heads and tokens, other models"],
+    [
+        ([n for n in NAMES if n not in SHARED], False),
+        full(SHARED, False),
+        (SHARED, True),
+        full([n for n in NAMES if n not in SHARED], True),
+    ],
+    ids=["heads", "heads, models below", "heads and tokens", "heads and tokens, other models"],
 )
 def test_ranks_that_share_layers_drop_what_one_process_does(world, names, shares_tokens):
     found = world(2).run(tensor_parallel_differences, names, shares_tokens, timeout=SLOW)

@@ -13,6 +13,7 @@ from pyops.parallel import ParallelPlan, PipelineOptions, parallelize
 from pyops.parallel.model_checks import check_mesh, check_model
 from pyops.zero import ZeroConfig
 from pyops.zero.layout.parameters import FlatParameters
+from tests.grids import full
 from tests.parallel.tiny_transformers import make_model
 
 pytestmark = pytest.mark.cpu_only
@@ -202,7 +203,7 @@ def out_of_memory(rank: int, group: object, stage: int) -> tuple[str, bool, floa
     )
 
 
-@pytest.mark.parametrize(("stage", "part"), [(1, "the model"), (3, "transformer.h.3")])
+@pytest.mark.parametrize(("stage", "part"), [full(1, "the model"), (3, "transformer.h.3")])
 def test_all_ranks_hear_of_one_that_has_no_memory_and_can_go_on(stage, part, world):
     said, same, losses = zip(*world(4).run(out_of_memory, stage), strict=True)
     assert all("no memory on cpu" in each and part in each for each in said), said

@@ -70,7 +70,7 @@ FULL = [
     [
         ("llama", 2, {"cp": 2, "cp_method": "ring", "num_microbatches": 2}, STEPS),
         ("gpt2", 4, {"cp": 2, "cp_method": "ulysses", "cp_order": "striped", **STAGES}, STEPS),
-        ("bert", 2, {"cp": 2, "cp_order": "contiguous"}, STEPS),
+        full("bert", 2, {"cp": 2, "cp_order": "contiguous"}, STEPS),
         *[full(*case, 20) for case in FULL],
     ],
 )

@@ -150,16 +150,13 @@ def test_one_process_has_the_losses_of_plain_torch(name):
     close(train(name, ParallelPlan(), NO_DROPOUT[name]), plain(name))
 
 
-# Each axis alone or with another, each family once; two copies at stage 3 are within a pipeline.
+# Each axis with another; two copies at stage 3 are within a pipeline. Vision transformers and BERT
+# stand in test_folders.py, on layouts of their own; every family on one process above.
 IN_SUITE = [
     ("llama", "tp 2, sequence parallel"),
-    ("llama", "tp 2 x dp 2, zero 1"),
     ("llama tied", "pp 2 x dp 2, zero 2"),
-    ("qwen3", "pp 2, recompute"),
     ("gpt2", "tp 2 x pp 2"),
-    ("bert", "pp 2, interleaved"),
     ("t5", "pp 2, zbv"),
-    ("vit", "tp 2"),
     ("gpt2", "pp 2 x dp 2, zero 3, gathered once"),
 ]
 CASES = cut(

@@ -53,7 +53,7 @@ def used(rank: int, group: object, plan: ParallelPlan, make: Any) -> tuple[float
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_op.*:FutureWarning")
-@pytest.mark.parametrize("name", ["one", full("tp"), "zero 3", "pp, bf16", full("pp")])
+@pytest.mark.parametrize("name", [full("one"), full("tp"), "zero 3", full("pp, bf16"), full("pp")])
 def test_parameters_alone_have_memory(name, world):
     ranks, plan = PLANS[name]
     loss, text, twice = used(0, None, ParallelPlan(precision=plan.precision), MAKES_ADAM)

@@ -22,7 +22,7 @@ from pyops.parameter_server import (
     VirtualWorker,
 )
 from pyops.parameter_server.messages import Reply, Request
-from tests.grids import cut
+from tests.grids import cut, full
 from tests.parameter_server.replicas import (
     adagrad,
     gradient,
@@ -286,7 +286,7 @@ def test_pushes_older_than_drop_after_are_refused_and_counted():
     assert sum(c.refused["TOO_STALE"] for c in virtual.clients.values()) == refused
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("staleness", [0, full(1), 2, full(4), 8])
 def test_a_quadratic_diverges_at_the_rate_that_theory_says(staleness: int):
     """alpha l < 2 sin(pi / (4 tau + 2)), within one percent; replicas in turn have tau = R - 1."""
     bound = 2 * math.sin(math.pi / (4 * staleness + 2))

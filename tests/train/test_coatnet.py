@@ -18,6 +18,7 @@ from pyops.data import DataConfig
 from pyops.models import CoAtNet, CoAtNetConfig, ViTConfig
 from pyops.train import train
 from pyops.train.tasks import make_task
+from tests.grids import full
 from tests.train.tiny_run import losses, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -64,7 +65,7 @@ def alone(tmp_path_factory) -> Config:
     return config
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [full(1), 2])
 def test_any_ranks_give_the_losses_of_one(world, alone, pp):
     config = config_of(Path(alone.train.folder).parent, name=f"stages {pp}", pp=pp, norm="layer")
     world(2).run(train_on_rank, config, timeout=120.0)

@@ -60,8 +60,8 @@ def test_it_learns_alone(tmp_path, device, name):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    "name", [name if name in ("adafactor", "lamb", "sgd") else full(name) for name in LOCAL]
-)  # two of whole tensors and one of elements: ranks only give it the mean gradient
+    "name", [name if name == "adafactor" else full(name) for name in LOCAL]
+)  # it goes by whole tensors; to any of them, ranks only give the mean gradient
 def test_ranks_do_not_change_it(world, tmp_path, name, reference):
     one, two = of(tmp_path, "cpu", name, name="one"), of(tmp_path, "cpu", name, name="two")
     one = reference(one)
@@ -70,7 +70,9 @@ def test_ranks_do_not_change_it(world, tmp_path, name, reference):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("name", ONE_BIT)
+@pytest.mark.parametrize(
+    "name", [name if name == "onebit_adam" else full(name) for name in ONE_BIT]
+)  # tests/onebit has each of them on ranks
 def test_one_bit_optimizers_on_ranks(world, tmp_path, name, reference):
     plain, config = of(tmp_path, "cpu", "adamw"), of(tmp_path, "cpu", name)
     plain = reference(plain, ranks=2)
@@ -116,7 +118,7 @@ def test_codecs_on_ranks(world, tmp_path, codec, reference):
         # a codec's errors and the states of Adam go on above; tests/onebit resumes in every phase
         *(full(name, "none", "before") for name in ("adafactor", *ONE_BIT)),
         *(full(name, "none", "after") for name in ONE_BIT[1:]),
-        (ONE_BIT[0], "none", "after"),
+        full(ONE_BIT[0], "none", "after"),
         # the same once more: they have no switch
         *(full("adamw", "onebit", "after"), full("adafactor", "none", "after")),
     ],

@@ -17,6 +17,7 @@ from pyops.train import train
 from pyops.train.report.metrics import read_rows
 from pyops.train.setup.recipe import make_mesh
 from pyops.train.setup.text_data import TextData
+from tests.grids import full
 from tests.train.tiny_run import config_of, losses, norms, same, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -104,7 +105,7 @@ def test_losses_are_those_of_the_documents_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "parallel", "stage"),
     [
-        (2, {}, 0),
+        full(2, {}, 0),
         (2, {"tp": 2, "sequence_parallel": True}, 0),
         (2, {"pp": 2, "num_microbatches": 2}, 2),
     ],

@@ -56,7 +56,7 @@ def test_neither_losses_nor_norms_nor_weights_change(
 # Layers are put together and cut in the last two; between stages in the last.
 @pytest.mark.parametrize(
     ("before", "after"),
-    [full((2, 2, 0), (1, 1, 0)), ((2, 1, 0), (2, 2, 1)), ((4, 2, 2), (2, 1, 3))],
+    [full((2, 2, 0), (1, 1, 0)), full((2, 1, 0), (2, 2, 1)), ((4, 2, 2), (2, 1, 3))],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(world, tmp_path, before, after, reference):
     straight = config_of(tmp_path, "cpu", name="straight")

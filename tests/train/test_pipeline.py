@@ -54,7 +54,7 @@ def plain(tmp_path_factory) -> Config:
 @pytest.mark.parametrize(
     ("ranks", "stage", "parallel"),
     [
-        (2, 0, {"pp": 2, "schedule": "zb1p"}),
+        full(2, 0, {"pp": 2, "schedule": "zb1p"}),  # which a stopped run has, below
         full(4, 0, {"pp": 2, "tp": 2, "sequence_parallel": True}),
         (4, 3, {"pp": 2, "dp": 2, "schedule": "interleaved", "v": 2, "recompute": "except_last"}),
     ],
@@ -184,6 +184,7 @@ def test_a_stopped_run_resumes_bit_for_bit(world, plain, tmp_path):
     assert norms(broken) == norms(straight)
 
 
+@pytest.mark.full  # a step is skipped on all ranks below; scales: test_zero.py
 def test_fp16_overflows_on_any_stage_and_the_loss_scale_falls(world, tmp_path):
     scaled = PrecisionConfig("fp16", initial_scale=2.0**20, hysteresis=1, scale_window=9)
     alone = dataclasses.replace(

@@ -13,10 +13,11 @@ import torch
 from pyops.checkpoint import load
 from pyops.config import Config
 from pyops.train import TextTraining, train
+from tests.grids import full
 from tests.train.tiny_run import STEPS, config_of, losses, same, stop_before, train_on_rank
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [full("fp32"), "bf16"])
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precision, reference):
     straight = config_of(tmp_path, device, name="straight", dropout=0.2, precision=precision)
     broken = config_of(tmp_path, device, name="broken", dropout=0.2, precision=precision)

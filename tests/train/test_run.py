@@ -19,6 +19,7 @@ from pyops.models import GPT
 from pyops.train import StopRequest, TextTraining, train
 from pyops.train.report.metrics import read_rows
 from pyops.train.setup.replicated import FlatTrainer
+from tests.grids import full
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
 
@@ -109,7 +110,7 @@ def test_what_a_run_leaves(tmp_path, device, capsys):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("num_ranks", "dropout"), [(2, 0.0), (2, 0.2), (4, 0.2)])
+@pytest.mark.parametrize(("num_ranks", "dropout"), [full(2, 0.0), (2, 0.2), full(4, 0.2)])
 def test_ranks_do_not_change_the_losses(world, tmp_path, num_ranks, dropout, reference):
     one = config_of(tmp_path, "cpu", name="one", dropout=dropout)
     many = dataclasses.replace(one, name="many")

@@ -168,7 +168,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [full(5), 6, 7]
+    "step", [full(5), 6, full(7)]
 )  # it is seen in the next: in the middle of an epoch, at its end, behind that
 def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
     config = config_of(tmp_path, cache="on")
@@ -185,7 +185,7 @@ def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
 
 
 @pytest.mark.parametrize(
-    ("step", "freeze"), [(7, "percentile"), full(9, "percentile"), (5, "gradient_norm")]
+    ("step", "freeze"), [full(7, "percentile"), full(9, "percentile"), (5, "gradient_norm")]
 )
 def test_what_a_policy_has_seen_goes_on(tmp_path, monkeypatch, step, freeze):
     """Norms since the last decision, and those of the decision before."""
@@ -274,8 +274,9 @@ def interval_of(folder: Path, name: str, *, pp: int) -> Config:
     return dataclasses.replace(config, task=TaskConfig(kind="digits"), train=options)
 
 
-# What is measured as it resumes stands below.
-@pytest.mark.parametrize("options", [{"trial": True}, full({"rows_besides": 0.0})], ids=str)
+# What is measured as it resumes stands below; a trial in tests/elastic/runtime/test_elastic.py.
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"trial": True}, {"rows_besides": 0.0}], ids=str)
 def test_micro_batches_are_measured_and_tried_with_dropout(world, tmp_path, options):
     config = config_of(tmp_path, name="one", pp=2, cache="off", **options)
     config = dataclasses.replace(config, task=dataclasses.replace(config.task, num_epochs=1))

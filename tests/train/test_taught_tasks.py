@@ -12,6 +12,7 @@ import torch
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, DistillConfig, ParallelConfig, TaskConfig
 from pyops.train import train
+from tests.grids import full
 from tests.optional_packages import skip_module_without
 from tests.train.test_task_runs import STEPS, column, config_of
 from tests.train.tiny_run import losses, norms, same, train_on_rank
@@ -84,7 +85,7 @@ def test_the_first_loss_is_that_of_whole_logits(teacher: Config, alone: Config):
     assert losses(alone)[0] == pytest.approx(float(0.5 * soft + 0.3 * cross), abs=1e-5)
 
 
-@pytest.mark.parametrize("pp", [2, 1])
+@pytest.mark.parametrize("pp", [2, full(1)])
 def test_two_ranks_have_the_losses_of_one(world: Any, alone: Config, teacher: Config, pp: int):
     config = taught(teacher, f"ranks-{pp}", pp=pp)
     world(2).run(train_on_rank, config)

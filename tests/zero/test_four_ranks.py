@@ -89,7 +89,7 @@ def _train(
         ("AdamW", 3000, (1, 3)),
         full("AdamW", 3000, (2,)),
         full("LAMB", 1 << 20, (1, 2, 3)),
-        ("Adafactor", 3000, (2,)),  # at 3 in test_stages, on three ranks
+        full("Adafactor", 3000, (2,)),  # and at 3 in test_stages, on three ranks
         full("Adafactor", 3000, (1, 3)),
     ],
 )

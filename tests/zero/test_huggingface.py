@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 VOCABULARY, LENGTH = 50, 8
@@ -119,7 +120,7 @@ def _peft(rank: int, group: Any, dora: bool) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dora", [False, full(True)], ids=["lora", "dora"])
 def test_peft_is_one_process(world, dora: bool):
     pytest.importorskip("peft")
     for plain, *spread in world(2).run(_peft, dora, timeout=240.0):

@@ -16,6 +16,7 @@ import pyops.optim
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.hooks.reduced_gradient import ReducedGradient
+from tests.grids import full
 from tests.workers import spawn_ranks
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
@@ -116,7 +117,7 @@ def _scaled(rank: int, group: Any, stage: int, name: str) -> tuple[float, float]
     return norm, scaled_norm
 
 
-@pytest.mark.parametrize("name", ["AdamW", "torch.AdamW"])
+@pytest.mark.parametrize("name", ["AdamW", full("torch.AdamW")])
 def test_scaled_losses_and_overflow(world, name: str):
     model = Net(mixed=False)
     x, y = (torch.cat(pair) for pair in zip(part(0, 0, 2), part(0, 1, 2), strict=True))

@@ -117,10 +117,11 @@ ALL = networks.SAMPLES + networks.HELD_OUT
     ("ranks", "ways", "options"),
     [
         (1, 5, {}),
-        (2, 3, {"stages": 2}),
+        (2, 2, {"stages": 2}),
+        full(2, 3, {"stages": 2}),
         full(2, 5, {"stages": 2}),
         full(4, 2, {"stages": 4}),
-        (4, 2, {"stages": 4, "replicate": False}),
+        full(4, 2, {"stages": 4, "replicate": False}),
     ],
 )
 def test_reading_has_the_bits_of_computing(world, tmp_path, ranks, ways, options):

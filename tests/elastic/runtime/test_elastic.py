@@ -110,7 +110,7 @@ def test_one_process_equals_a_plain_run(policy):
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "policy"),
-    [(4, 4, "bound"), (4, 2, "norm"), full(2, 2, "bound"), (3, 1, "norm")],
+    [(4, 4, "bound"), full(4, 2, "norm"), full(2, 2, "bound"), (3, 1, "norm")],
 )
 def test_ranks_that_change_their_layout_equal_a_plain_run(world, ranks, stages, policy):
     runs = world(ranks).run(elastic_run, stages, policy, {})

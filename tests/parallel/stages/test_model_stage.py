@@ -21,6 +21,7 @@ from pyops.parallel.stages.model_layout import ModelLayout
 from pyops.parallel.stages.model_stage import ModelStage, cut_into_stages
 from pyops.parallel.stages.placeholder import meta_copy
 from pyops.parallel.stages.stage_range import StageRange
+from tests.grids import full
 from tests.parallel.tiny_transformers import MODELS, batch_for, make_model
 
 pytestmark = pytest.mark.cpu_only
@@ -70,7 +71,7 @@ def test_stages_have_the_loss_and_the_gradients_of_the_uncut_model(name):
         assert p.grad is None or torch.equal(p.grad, gradients[key]), key
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "bert", "t5", "vit"])
+@pytest.mark.parametrize("name", [full("llama"), "llama tied", full("bert"), "t5", full("vit")])
 def test_a_rank_keeps_the_parameters_of_its_stages_alone(name):
     whole = {key: p.shape for key, p in make_model(name).named_parameters()}
     kept: list[set[str]] = []

@@ -20,6 +20,7 @@ from torch import nn
 
 from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline, PipelineConfig, Transfer, custom, schedule
+from tests.grids import full
 from tests.pipeline.reference import batch, mlp, sequential_step
 from tests.workers import spawn_ranks
 
@@ -102,7 +103,7 @@ def dies(rank: int, group: Any, victim: int, stalls: bool, rows: int) -> tuple[s
 
 @pytest.mark.parametrize(
     ("ranks", "victim", "stalls", "rows"),
-    [(3, 0, False, 10), (2, 1, False, 12000), (2, 0, True, 10)],
+    [full(3, 0, False, 10), (2, 1, False, 12000), (2, 0, True, 10)],
 )
 def test_a_rank_that_dies_or_stalls_within_a_step_is_named(
     ranks: int, victim: int, stalls: bool, rows: int

@@ -21,6 +21,7 @@ from pyops.pipeline import (
     skip,
     skip_pairs,
 )
+from tests.grids import full
 from tests.pipeline.reference import batch, sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -179,10 +180,10 @@ def over_ranks(
 @pytest.mark.parametrize(
     ("name", "ranks", "m", "recompute", "boundaries"),
     [
-        ("1f1b", 2, 3, "never", None),
+        full("1f1b", 2, 3, "never", None),
         ("zbv", 2, 4, "except_last", [0, 1, 2, 5, 8]),
         ("gpipe", 3, 4, "always", [0, 3, 5, 8]),
-        ("interleaved", 2, 4, "always", None),
+        full("interleaved", 2, 4, "always", None),
     ],
 )
 def test_over_ranks_with_the_bits_of_plain_torch(

@@ -18,9 +18,14 @@ COARSE = list(
     itertools.product(RANKS, (1, 2, 3, 4, 5, 7, 8, 12, 16, 21, 24, 32))
 )  # for the families of many stages
 FEW = list(itertools.product((1, 2, 3, 5, 8), (1, 2, 5, 8, 16, 21)))
-GRIDS = [pytest.param(FEW, id="few"), full(COARSE, id="coarse")]
-# Those that divide the others, those that do not, more ranks than micro-batches, and the largest.
-CLOSED_FORMS = [pytest.param([*FEW, (8, 32)], id="few"), full(GRID, id="all")]
+# Those that divide the others, those that do not, more ranks than micro-batches, and a large one.
+SMALL = [*itertools.product((1, 2, 3, 5), (1, 2, 5, 10)), (8, 16)]
+GRIDS = [pytest.param(SMALL, id="small"), full(FEW, id="few"), full(COARSE, id="coarse")]
+CLOSED_FORMS = [
+    pytest.param(SMALL, id="small"),
+    full([*FEW, (8, 32)], id="few"),
+    full(GRID, id="all"),
+]
 EVEN = Costs(forward=1, input_gradient=1, weight_gradient=1)
 
 

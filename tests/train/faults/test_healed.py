@@ -68,7 +68,7 @@ def check_as_undisturbed(healed: Config, straight: Config) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "victim", "copy_every"),
-    [(0, 0, 1), (1, 1, 3), full(0, 1, 3), full(1, 0, 1)],
+    [full(0, 0, 1), (1, 1, 3), full(0, 1, 3), full(1, 0, 1)],
 )
 def test_a_rank_that_is_killed_is_replaced(tmp_path, reference, stage, victim, copy_every):
     config = healing_config(tmp_path, stage=stage, copy_every=copy_every)

@@ -51,7 +51,7 @@ def copied(config: Config, folder: Path) -> Config:
     return copy
 
 
-@pytest.mark.parametrize("stage", [0, full(1), 3])
+@pytest.mark.parametrize("stage", [full(0), full(1), 3])
 def test_a_killed_run_goes_on_from_memory(world, tmp_path, reference, stage):
     config = killed(tmp_path, stage)
     # The neighbor's copies are all that is left of rank 1, in a copy of the run.

@@ -164,6 +164,7 @@ def test_a_stopped_run_resumes_bit_for_bit(straight, monkeypatch):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
+@pytest.mark.full  # the one above resumes, bit for bit
 def test_a_killed_run_resumes_from_its_last_checkpoint(straight):
     folder, config = straight
     killed = dataclasses.replace(
@@ -187,8 +188,8 @@ LAYOUTS = {
 }
 
 
-# Copies at stage 3 stand in the suite with a teacher: test_taught_folder.py.
-IN_SUITE = ("tp 2", "pp 2")
+# Copies at stage 3 stand in the suite with a teacher: test_taught_folder.py; tp with text, below.
+IN_SUITE = ("pp 2",)
 
 
 @pytest.mark.parametrize("layout", [each if each in IN_SUITE else full(each) for each in LAYOUTS])

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyops.optim import AdamW
 from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.layout.parameters import FlatParameters
+from tests.grids import full
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -64,7 +65,7 @@ def _train(
             return {name: p.detach().clone() for name, p in model.named_parameters()}, seen
 
 
-@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("stage", "size"), [full(1, 2), (2, 3), (3, 2), (2, 1)])
 def test_the_same_bits_at_every_place_where_they_are_read(world, stage: int, size: int):
     expected, before = world(size).run(_train, stage, True, False)[0]
     assert all(left == 0 for left, *_ in before)

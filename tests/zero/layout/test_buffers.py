@@ -85,7 +85,7 @@ def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
     [
         full(2, 1, "AdamW", None, True),
         full(2, 1, "torch.AdamW", None, True),
-        (2, 2, "AdamW", None, False),
+        full(2, 2, "AdamW", None, False),
         full(2, 2, "torch.AdamW", None, True),
         (2, 3, "AdamW", None, True),
         full(2, 3, "torch.AdamW", "disk", True),

@@ -219,7 +219,7 @@ def _train(
 @pytest.mark.parametrize(
     ("zero", "accumulate"),
     [
-        ({}, 2),
+        full({}, 2),
         full({}, 1),
         ({"overlap_grad_reduce": False}, 1),
         full({"overlap_grad_reduce": False}, 2),

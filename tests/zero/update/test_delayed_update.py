@@ -130,7 +130,7 @@ def _run(
         (2, "torch.AdamW", torch.bfloat16, 3, "cpu", True, (True,)),
         full(2, "torch.AdamW", torch.bfloat16, 3, "cpu", True, (False,)),
         (3, "AdamW", torch.float32, 0, "cpu", False, (False, True)),
-        (2, "torch.AdamW", torch.bfloat16, 0, "disk", True, (False,)),
+        full(2, "torch.AdamW", torch.bfloat16, 0, "disk", True, (False,)),
         full(2, "torch.AdamW", torch.bfloat16, 0, "disk", True, (True,)),
         full(2, "AdamW", torch.float32, 2, "disk", False, (False, True)),
     ],

@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 from pyops.elastic import Meter
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 from tests.zero.models import Net, mean_loss, part, rows
 
 pytestmark = pytest.mark.on_device
@@ -63,7 +64,8 @@ def alone(mixed: bool) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "quiet"), [(0, False), (0, True), (1, False), (1, True), (2, False), (3, False)]
+    ("stage", "quiet"),
+    [(0, False), full(0, True), full(1, False), (1, True), (2, False), (3, False)],
 )
 def test_are_those_of_one_process(world, stage, quiet):
     (first, ends), (second, other_ends) = world(2).run(squares_body, stage, quiet)

@@ -15,6 +15,7 @@ from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit import OneBitConfig
 from pyops.zero import ZeroOptimizer
 from pyops.zero.layout.partition import Partition
+from tests.grids import full
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
@@ -214,7 +215,7 @@ def _played(ranks: int, dtype: torch.dtype, *, op: str, slow: float) -> list[dic
 @pytest.mark.parametrize(
     ("size", "dtype", "op", "slow"),
     [
-        (2, torch.float32, "mean", 0.0),
+        full(2, torch.float32, "mean", 0.0),
         (3, torch.float32, "sum", 0.0),
         (2, torch.bfloat16, "mean", 0.9995),
     ],

@@ -14,6 +14,7 @@ from torch import Tensor
 import pyops.optim
 from pyops.precision import PRECISIONS, LossScale, LossScaler, Precision
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
@@ -94,11 +95,11 @@ def _by_hand(
     ("stage", "name", "precision", "norm"),
     [
         (0, "AdamW", "fp16", None),
-        (1, "AdamW", "fp16", 0.2),
+        full(1, "AdamW", "fp16", 0.2),
         (2, "torch.AdamW", "fp16", None),
         (3, "AdamW", "fp16", 0.2),
         (1, "torch.AdamW", "bf16", 0.2),
-        (2, "AdamW", "bf16", None),
+        full(2, "AdamW", "bf16", None),
         (3, "Lion", "bf16", None),
         (2, "AdamW", "fp32", None),
     ],
