@@ -55,7 +55,7 @@ def went_on(rank: int, group: object, name: str, plan: ParallelPlan, folder: Pat
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("gpt2", "tp", "pp"),
+        full("gpt2", "tp", "pp"),
         full("gpt2", "pp", "tp"),
         full("gpt2", "alone", "zero 3"),
         full("llama tied", "interleaved", "tp"),

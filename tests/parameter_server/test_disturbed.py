@@ -48,6 +48,7 @@ def final_loss(seed: int, *, deaths: int = 0) -> float:
     return mean_loss(ended)
 
 
+@pytest.mark.full  # a measurement; what is refused and dropped: test_virtual_time.py
 def test_losses_of_disturbed_runs_lie_within_the_spread_of_undisturbed_seeds():
     calm = [final_loss(seed) for seed in range(6)]
     disturbed = [final_loss(seed, deaths=2) for seed in range(6, 12)]

@@ -21,6 +21,7 @@ from pyops.models.vocabulary_head import IGNORED
 from pyops.pipeline import Pipeline, PipelineConfig, schedule
 from pyops.train.initial_weights import FirstValues
 from pyops.train.tasks import Task, make_task
+from tests.grids import full
 from tests.train.tiny_tasks import config_of
 
 pytestmark = pytest.mark.cpu_only
@@ -313,7 +314,7 @@ def test_which_file_a_row_is_from_counts_as_much_as_its_masked_tokens(cache):
 
 
 @pytest.mark.parametrize(
-    ("before", "then"), [("characters", "digits"), ("masked_text", "passages")]
+    ("before", "then"), [full("characters", "digits"), ("masked_text", "passages")]
 )
 def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
     trained, task = (

@@ -185,9 +185,9 @@ def lost_body(rank, group, place, victim, replicate):
 @pytest.mark.parametrize(
     "cases",
     [
-        [("dies before a decision", 1, True), ("hangs in a change", 3, False)],
-        # the second one is idle
-        full([("dies in scoring", 0, False), ("hangs before a decision", 2, False)]),
+        [("dies in scoring", 0, False), ("hangs in a change", 3, False)],
+        # an idle rank
+        full([("dies before a decision", 1, True), ("hangs before a decision", 2, False)]),
         full([("dies in scoring", 0, True), ("hangs before a decision", 0, True)]),
         full([("hangs before a decision", 0, False)]),  # a rank at work
     ],
