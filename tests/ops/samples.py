@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
 from tests.ops.code_samples import CODE_SAMPLES
-from tests.ops.decoding.token_attention_sample import token_attention
-from tests.ops.decoding.token_blocks_sample import token_blocks
+from tests.ops.decoding.decoding_samples import SAMPLES as DECODING
 from tests.ops.image_samples import IMAGE_SAMPLES
 from tests.ops.layers.fake_quantize_samples import FAKE_QUANTIZE_SAMPLES
 from tests.ops.sparse.samples import SPARSE_SAMPLES
@@ -421,8 +420,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
-    "token_attention_": token_attention,
-    "token_blocks_": token_blocks,
+    **DECODING,
     "few_rows_linear": lambda device: (
         (
             torch.randn(2, 21, 3, device=device).mT,  # of other strides

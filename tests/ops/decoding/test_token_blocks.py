@@ -20,7 +20,8 @@ from pyops.ops.decoding.token_blocks import (
     token_blocks_,
     token_blocks_reference,
 )
-from tests.ops.decoding.token_blocks_sample import DIM, blocks_of, form, kept_of, token_blocks
+from tests.ops.decoding.decoding_samples import token_blocks
+from tests.ops.decoding.random_blocks import DIM, blocks_of, form, kept_of
 
 WIDE = torch.float64
 # How q, k and v are made, products, biases, and the form

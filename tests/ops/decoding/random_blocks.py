@@ -1,4 +1,4 @@
-"""Arguments for token_blocks_, for tests/ops/samples.py and its own tests."""
+"""Blocks of a decoder as token_blocks_ takes them, of every kind of product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyops.ops.decoding.token_blocks import BlockForm, kind_of
 
-__all__ = ["DIM", "blocks_of", "form", "kept_of", "token_blocks"]
+__all__ = ["DIM", "FORM", "blocks_of", "form", "kept_of"]
 
 DIM, HEADS, GROUPS, WIDTH, HIDDEN, ROOM = 32, 4, 2, 8, 48, 6
 FORM: dict[str, Any] = {
@@ -95,16 +95,6 @@ def kept_of(
     shape = (rows, HEADS if merged else GROUPS, ROOM, WIDTH)
     keys, values = torch.randn(2, count, *shape, device=device).unbind()
     return list(keys.unbind()), list(values.unbind())
-
-
-def token_blocks(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Two rows of three, two blocks, heads that share keys."""
-    operands, kinds = blocks_of(device, by=("numbers", "int8"), bias=True, norm_bias=True)
-    angle = torch.rand(2, 1, 3, device=device)
-    places = torch.tensor([[3], [1]], device=device)
-    x = torch.randn(2, DIM, device=device)
-    given = (x, operands, kinds, *kept_of(device), places, angle.cos(), angle.sin())
-    return given, {"first_row": 1, **FORM, "rms": False}
 
 
 def form(**changed: Any) -> BlockForm:
