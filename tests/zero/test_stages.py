@@ -154,11 +154,11 @@ LEFT_OUT = {"Adam", "Adagrad", "torch.SGD", "torch.NAdam"}
 
 def stages_of(name: str, *, clipped: bool) -> list[Any]:
     """(stages, marks) of an optimizer: what the suite has, and the rest under `-m full`."""
-    if name in LEFT_OUT or (name in CLIPPED) != clipped:
+    if (name in CLIPPED) != clipped:
         return [((1, 2, 3), full)]
     in_suite = IN_SUITE.get(name, (3,))
     others = tuple(stage for stage in (1, 2, 3) if stage not in in_suite)
-    return [(in_suite, pytest.param), (others, full)]
+    return [(in_suite, full if name in LEFT_OUT else pytest.param), (others, full)]
 
 
 @pytest.mark.parametrize(
