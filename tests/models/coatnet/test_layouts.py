@@ -126,7 +126,6 @@ PLANS = {
 IN_THE_SUITE = (
     "dp 2, zero 3",
     "tp 2, recomputed",
-    "pp 2",
     "pp 2, ghost norms",
 )  # tp x pp of one model after another: tests/parallel
 GHOST = {"norm": "ghost", "ghost_size": 2}  # two micro-batches of two images
