@@ -45,7 +45,7 @@ BF16 = ZeroConfig(2, precision="bf16")
     [
         full(ZeroConfig(1), ZeroConfig(1)),
         full(ZeroConfig(3), ZeroConfig(3)),
-        (BF16, BF16),
+        full(BF16, BF16),
         (ZeroConfig(3), ZeroConfig(2)),
     ],
     ids=["stage_1", "stage_3", "stage_2_bf16", "stage_3_to_2"],
