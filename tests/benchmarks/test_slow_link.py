@@ -70,6 +70,7 @@ def test_every_direction_is_limited(ranks):
             assert "rate 250Mbit" in shown
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_is_named_and_the_link_goes_away():
     with (
         pytest.raises(RuntimeError, match=r"rank \d ended with 1(.|\n)*no_such_function"),

@@ -154,6 +154,7 @@ def _started(rank: int, group: Any, words: list[str]) -> int:
     return main(words)
 
 
+@pytest.mark.full
 def test_the_command_of_a_measured_plan_starts(world, file: Path, tmp_path: Path):
     """torchrun reads what it is given, and two ranks train by the rest of it."""
     target = tmp_path / "plan.toml"

@@ -218,6 +218,7 @@ def test_cuda_is_chosen_by_what_is_installed(run_setup: RunSetup, tmp_path: Path
     )
 
 
+@pytest.mark.full
 def test_nvcc_and_torch_are_of_one_cuda(run_setup: RunSetup, tmp_path: Path):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
@@ -303,6 +304,7 @@ def test_an_unbuilt_tree_says_how_to_build(with_torch: ForkedPython, tmp_path: P
     assert "hides" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_checkout_that_hides_an_installed_pyops_says_so(with_torch: ForkedPython, tmp_path: Path):
     """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops
     comes later on the path."""
