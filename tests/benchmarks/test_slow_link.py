@@ -91,6 +91,7 @@ def test_ranks_that_take_too_long_are_stopped():
             assert pids == ""
 
 
+@pytest.mark.full
 def test_a_killed_bench_leaves_no_namespaces():
     script = (
         "import time; from benchmarks.links.slow_link import Link\n"

@@ -156,6 +156,7 @@ def _scaled(rank: int, group: Any, folder: str, initial: float) -> Any:
     return losses, norms, evaluated, scale.skipped, schedule
 
 
+@pytest.mark.full  # steps that overflow stand in the suite
 def test_fp16_has_a_loss_scale(world, tmp_path):
     (found, other), (large, _) = (
         world(2).run(_scaled, str(tmp_path), initial, timeout=240.0) for initial in (1.0, 256.0)

@@ -86,6 +86,7 @@ def _best(rank: int, group: Any, folder: str, stage: int) -> list[Any]:
     return [before, found, last, best, weights]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(1), 3])
 def test_the_best_model_comes_back(world, tmp_path, stage: int):
     from transformers import GPT2LMHeadModel
