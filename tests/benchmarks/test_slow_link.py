@@ -38,6 +38,7 @@ def where_am_i(nbytes: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.full
 def test_a_transfer_goes_over_the_link_and_is_counted():
     with Link(ranks=2, mbit=100) as link:
         assert set(link.namespaces) <= namespaces()

@@ -192,6 +192,7 @@ def test_several_devices_are_started_by_torchrun(capsys, file: Path, monkeypatch
     assert given.training_script_args == ["plan", str(file), "--measured", "--devices", "2"]
 
 
+@pytest.mark.full
 def test_a_plan_is_drawn(capsys, file: Path, tmp_path: Path):
     target = tmp_path / "plan.svg"
     run(capsys, file, "--cluster", "laptop", "--draw", target)

@@ -129,6 +129,7 @@ def _adapted(rank: int, group: Any, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_peft_by_the_trainer_is_ddp(world, tmp_path):
     pytest.importorskip("peft")
     for plain, *spread, again in world(2).run(_adapted, str(tmp_path), timeout=240.0):

@@ -170,6 +170,7 @@ def of_plans(rank: int, group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_models_on_plans(world):
     for wrong in world(2).run(of_plans):
         assert wrong == []

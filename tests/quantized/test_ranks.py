@@ -200,6 +200,7 @@ def gradients_alone() -> dict[str, Any]:
     return gradients(0, ALONE)
 
 
+@pytest.mark.full
 def test_adapters_on_codes_have_the_gradients_of_one_process(world):
     for found in world(2).run(gradients):
         assert found.keys() == gradients_alone().keys()

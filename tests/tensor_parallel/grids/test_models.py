@@ -156,7 +156,7 @@ def test_models_have_the_20_losses_of_one_rank_on_every_grid(mode, shape, make, 
     ("mode", "shape", "make", "kind", "steps"),
     [
         full("2d", (2, 2), gpt, "gpt2", 5),
-        ("2.5d", (2, 2, 2), gpt, "gpt2", 2),
+        full("2.5d", (2, 2, 2), gpt, "gpt2", 2),
         ("3d", (2, 2, 2), gpt, "llama", 2),
         ("2d", (2, 2), vit, "vit", 2),
     ],
