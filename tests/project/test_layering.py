@@ -259,11 +259,8 @@ def imports_of(source: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
     """
     body = ast.parse(source).body
     top = [n for each in body for n in (each.body if isinstance(each, ast.If) else [each])]
-    every, at_top = (
-        [n for n in found if isinstance(n, ast.Import | ast.ImportFrom)]
-        for found in (statements(body), top)
-    )
-    return every, at_top
+    imports = functools.partial(filter, lambda n: isinstance(n, ast.Import | ast.ImportFrom))
+    return list(imports(statements(body))), list(imports(top))
 
 
 def imported_modules(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> set[str]:
