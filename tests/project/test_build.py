@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pyops.ops import library
+from tests.grids import full
 from tests.project.forked_python import ForkedPython
 
 pytestmark = pytest.mark.cpu_only
@@ -83,7 +84,7 @@ def test_setup_finds_torch_without_importing_it(run_setup: RunSetup):
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"), [("torch", "pip install torch"), ("pybind11", "pip install pybind11")]
+    ("missing", "words"), [("torch", "pip install torch"), full("pybind11", "pip install pybind11")]
 )
 def test_a_missing_package_is_named_with_its_fix(run_setup: RunSetup, missing: str, words: str):
     hide = "find = importlib.util.find_spec\n"
@@ -95,6 +96,7 @@ def test_a_missing_package_is_named_with_its_fix(run_setup: RunSetup, missing: s
     assert words in message
 
 
+@pytest.mark.full
 def test_a_torch_that_is_too_old_is_called_that(run_setup: RunSetup, tmp_path: Path):
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
     message = one_paragraph(
@@ -218,6 +220,7 @@ def test_cuda_is_chosen_by_what_is_installed(run_setup: RunSetup, tmp_path: Path
     )
 
 
+@pytest.mark.full
 def test_nvcc_and_torch_are_of_one_cuda(run_setup: RunSetup, tmp_path: Path):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
@@ -303,6 +306,7 @@ def test_an_unbuilt_tree_says_how_to_build(with_torch: ForkedPython, tmp_path: P
     assert "hides" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_checkout_that_hides_an_installed_pyops_says_so(with_torch: ForkedPython, tmp_path: Path):
     """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops
     comes later on the path."""
@@ -382,6 +386,7 @@ def test_the_ops_use_nothing_of_torch_but_its_stable_abi():
     assert not foreign, foreign
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.slow
 def test_an_instruction_set_can_be_forced(with_torch: ForkedPython):
