@@ -1,10 +1,7 @@
 // The product of a few rows with a matrix: checks, then stretches of the matrix on torch's threads.
-#include <algorithm>
-
 #include "../host/box.h"
-#include "kernels.h"
 #include "layer_tensors.h"
-#include "loop.h"
+#include "on_threads.h"
 
 namespace pyops {
 namespace {
@@ -41,12 +38,7 @@ Tensor forward(const Tensor given, const Tensor weight_given, const Optional bia
     all.outputs = matrix[0];
     all.rows = y.numel() / all.outputs;
     all.dtype = dtype_code(x);
-    const Kernels& kernel = kernels();
-    const auto run = [&](int64_t begin, int64_t end) { kernel.few_rows(all, begin, end); };
-    if (width * all.outputs <= SERIAL)
-        run(0, all.outputs);
-    else
-        torch::stable::parallel_for(0, all.outputs, std::max<int64_t>(8, SERIAL / 2 / width), run);
+    run_few_rows(all);
     return y;
 }
 

@@ -5,7 +5,7 @@
 #include "../host/box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
-#include "loop.h"
+#include "on_threads.h"
 
 namespace pyops {
 namespace {
@@ -129,16 +129,7 @@ Forward forward(const Tensor& input, const Optional& residual, const Tensor& wei
     rows.streams = x.numel() >= STREAMED_NUMEL;
     const int64_t count = x.numel() / width;
     if (count == 0) return out;
-    const Kernels& kernel = kernels();
-    const auto run = [&](int64_t begin, int64_t end) {
-        const std::unique_ptr<char[]> scratch(
-            new char[static_cast<size_t>(2 * width * (float64 ? 8 : 4))]);
-        kernel.norm_rows(rows, begin, end, scratch.get());
-    };
-    if (count * width <= SERIAL)
-        run(0, count);
-    else
-        torch::stable::parallel_for(0, count, std::max<int64_t>(1, SERIAL / 2 / width), run);
+    run_norm(rows, count);
     return out;
 }
 

@@ -27,6 +27,7 @@ of `torch.ops.pyops`.
     few_rows   linear                                  a few rows without gradients, for generation
     prepared   the ops of one decoding step, whose parameters are checked once
     token_attention  token_attention_          one token a row over what is kept, rotary included
+    token_blocks  token_blocks_                the blocks of a decoder for one token a row
     fake_quantize  fake_quantize               numbers as few bits would give them back;
                                                differentiable
     batch_norm  batch_norm_moments, batch_norm_apply, batch_norm_sums, batch_norm_input_grad: the
@@ -58,6 +59,7 @@ csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/trit
 from pyops.ops import attention, random, symmetric_step
 from pyops.ops.codes import code_rows, scaled
 from pyops.ops.communication import onebit, quantize, reduce, symmetric
+from pyops.ops.decoding import token_attention, token_blocks
 from pyops.ops.layers import (
     activation,
     batch_norm,
@@ -68,7 +70,6 @@ from pyops.ops.layers import (
     few_rows,
     norm,
     rotary,
-    token_attention,
 )
 from pyops.ops.library import build_info, has_kernel, isa, native
 from pyops.ops.optimizers import (
@@ -123,4 +124,5 @@ __all__ = [
     "symmetric_step",
     "table",
     "token_attention",
+    "token_blocks",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -126,11 +127,11 @@ class Client:
         if self._due == self.step_number:
             yield from self._arrive()
         if self.step_number % self.config.fetch_every == 0:
-            if self.config.fetch_delay == 0:
-                yield from self._pushed()
-            self._begin_fetch()
+            at_once = self.config.fetch_delay == 0
+            self._begin_fetch(behind_pushes=at_once)
             self._due = self.step_number + self.config.fetch_delay
-            if self.config.fetch_delay == 0:
+            if at_once:
+                yield from self._pushed()
                 yield from self._arrive()
 
     def step(self) -> None:
@@ -271,11 +272,15 @@ class Client:
                 "newer one has joined; let this process end, or give each worker its own number"
             )
 
-    def _begin_fetch(self) -> None:
+    def _begin_fetch(self, *, behind_pushes: bool = False) -> None:
+        """Ask for parameters; `behind_pushes`: for those that the last pushes have changed, whose
+        answers need not be waited for before."""
         self._num_fetches += 1
         for shard, part in enumerate(self._fetches):
             whole = self.config.fetch_codec is None or self._num_fetches == 1
             request = self._request(Kind.FETCH, shard, self._num_fetches, whole=whole)
+            if behind_pushes:
+                request = replace(request, after=self._sequences[shard])
 
             def sizes(entire: bool, part: Part = part) -> int:
                 return part.whole_bytes if entire else part.payload_bytes

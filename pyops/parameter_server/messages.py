@@ -94,6 +94,7 @@ class Request:
             the replica's vectors holds it, 1 or 2; 0: it is in the message.
         checked: Of a check: its number, from 1. Of a push: which check saw these gradients; 0:
             none did.
+        after: Of a fetch: the push of this replica behind which it is answered; 0: at once.
     """
 
     kind: int
@@ -106,6 +107,7 @@ class Request:
     whole: int = 0
     near: int = 0
     checked: int = 0
+    after: int = 0
 
     def write(self, whole: Tensor) -> Tensor:
         """Write the request into a message; returns the message."""
@@ -114,7 +116,7 @@ class Request:
     @classmethod
     def of(cls, whole: Tensor) -> Request:
         """The request of a message. ValueError where it is none."""
-        return cls(*_numbers(whole, 10))
+        return cls(*_numbers(whole, 11))
 
 
 @dataclass(frozen=True)

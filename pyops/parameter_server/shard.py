@@ -196,7 +196,7 @@ class ParameterShard:
                     request.sequence,
                 )
             )
-        return request.kind == Kind.PUSH or self._may_fetch(request.worker)
+        return request.kind == Kind.PUSH or self._may_fetch(request)
 
     def _pass_over_fetches_of_the_left(self) -> None:
         """A replica may have left the recorded run while the answer to its last fetch was on its
@@ -210,9 +210,9 @@ class ParameterShard:
                 return
             self._played += 1
 
-    def _may_fetch(self, worker: int) -> bool:
-        live = self._live()
-        if not self.initialized or worker not in live:
+    def _may_fetch(self, request: Request) -> bool:
+        live, worker = self._live(), request.worker
+        if not self.initialized or worker not in live or live[worker].known < request.after:
             return False
         if self.counts.applied < self.config.warm_start and worker != min(live):
             return False

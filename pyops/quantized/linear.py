@@ -37,7 +37,7 @@ from pyops.ops.codes.scaled import (
     scale_product,
     scale_sums_,
 )
-from pyops.ops.layers.prepared import prepared_code_rows
+from pyops.ops.decoding.prepared import PreparedProduct, prepared_code_rows
 from pyops.quantized.formats import (
     Codes,
     Int4,
@@ -272,24 +272,22 @@ class QuantizedLinear(nn.Module):
         over = reduce_scatter_tokens if self.shape.sequence_parallel else reduce
         return over(part, group=self.shape.ranks)
 
-    def token_product(self) -> Callable[[Tensor], Tensor] | None:
+    def token_product(self) -> PreparedProduct | None:
         """x [rows, in] -> [rows, out], the bias added, for few rows without gradients: its operands
         are checked here and not at each call. None where ranks share the layer, or an adapter adds
         to it."""
         adapter = self.adapter
         if self.shape.ranks.size > 1 or (adapter is not None and adapter.enabled):
             return None
-        codes, scales, zeros = self._flat_codes()
         flat = None if self.bias is None else self.bias.detach().float().flatten()
         few = self._kernel_takes and self.scheme.activations is None
-        kernel = prepared_code_rows(codes, scales, zeros, flat, bits=self._bits)
-
-        def product(x: Tensor) -> Tensor:
-            if few and x.shape[0] <= FEW and x.dtype != torch.float64:
-                return kernel(x)
-            return _computed(x, self, self.bias)
-
-        return product
+        return prepared_code_rows(
+            *self._flat_codes(),
+            flat,
+            bits=self._bits,
+            most_rows=FEW if few else 0,
+            otherwise=lambda x: _computed(x, self, self.bias),
+        )
 
     @property
     def _kernel_takes(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyops.mesh import ALONE
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, generate, sample, score
+from pyops.models.generation import generating
 from pyops.models.generation.choosing import Candidates, candidates_of, choose, draws
 from pyops.models.generation.decoders import decoder_of
 from pyops.models.generation.options import GenerateOptions
@@ -87,6 +88,21 @@ def test_a_row_does_not_depend_on_the_others(name):
     assert len(together) == len(later) == 5
     assert len({len(row.tokens) for row in together}) > 1, "no row ended before another"
     assert len({tuple(row.tokens) for row in together}) > 3
+
+
+def test_no_more_rows_are_kept_than_there_are_prompts(monkeypatch):
+    """Where their number is known: of an iterator, as many as are asked for."""
+    kept = []
+    monkeypatch.setattr(
+        generating,
+        "decoder_of",
+        lambda model, rows, *a: kept.append(rows) or decoder_of(model, rows, *a),
+    )
+    for prompts, rows in ((PROMPTS, 16), (PROMPTS, 3), (PROMPTS[:1], 16), (iter(PROMPTS), 16)):
+        found = list(generate(talker("gpt"), prompts, max_new=1, rows=rows))
+        assert len(found) == (1 if prompts == PROMPTS[:1] else 5)
+    assert kept == [[5], [3], [1], [16]]
+    assert list(generate(talker("gpt"), [], max_new=1)) == []
 
 
 @torch.no_grad()

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tests.ops.attention.sample import attention_backward, attention_forward
 from tests.ops.code_samples import CODE_SAMPLES
+from tests.ops.decoding.decoding_samples import SAMPLES as DECODING
 from tests.ops.image_samples import IMAGE_SAMPLES
 from tests.ops.layers.fake_quantize_samples import FAKE_QUANTIZE_SAMPLES
-from tests.ops.layers.token_attention_sample import token_attention
 from tests.ops.sparse.samples import SPARSE_SAMPLES
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -420,7 +420,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
-    "token_attention_": token_attention,
+    **DECODING,
     "few_rows_linear": lambda device: (
         (
             torch.randn(2, 21, 3, device=device).mT,  # of other strides

@@ -194,3 +194,19 @@ def test_numbers_are_finite_though_their_sum_is_not():
     for bad in (float("nan"), float("inf"), float("-inf")):
         assert not all_finite(torch.cat([large, torch.tensor([bad])]))
     assert not all_finite(torch.tensor([float("inf"), float("-inf")]))
+
+
+def test_a_fetch_behind_a_push_waits_for_it_whatever_becomes_of_it():
+    """Applied or refused; that of another replica does not count."""
+    shard = ParameterShard(4, lambda flat: SGD([flat], lr=1.0))
+    shard.join(0, 1)
+    shard.join(1, 1)
+    shard.initialize(torch.zeros(4))
+    behind = [Request(Kind.FETCH, 0, 1, after=number) for number in (0, 1, 2)]
+    assert [shard.ready(fetch) for fetch in behind] == [True, False, False]
+    shard.push(Request(Kind.PUSH, 1, 1, sequence=1), torch.ones(4))
+    assert [shard.ready(fetch) for fetch in behind] == [True, False, False]
+    shard.push(push(1), torch.ones(4))
+    assert [shard.ready(fetch) for fetch in behind] == [True, True, False]
+    shard.push(push(2), torch.full((4,), math.nan))
+    assert all(shard.ready(fetch) for fetch in behind)

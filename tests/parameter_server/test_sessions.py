@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyops.comm import BF16, Int8
 from pyops.comm.compression.codec import Codec
@@ -24,7 +24,9 @@ from pyops.parameter_server import (
     connect,
     serve,
 )
+from pyops.parameter_server.messages import Kind, Request
 from pyops.parameter_server.serving import _Replica, _Serving
+from pyops.parameter_server.sessions.line import Line
 from pyops.parameter_server.sessions.session import Session, Tag
 from tests.parameter_server.replicas import adagrad, gradient, model, run, sgd, uneven
 from tests.parameter_server.shard_threads import Served, replica, served, tcp_store
@@ -271,3 +273,29 @@ def test_a_replica_that_is_never_closed_leaves_no_thread_when_the_interpreter_en
         [sys.executable, "-c", NEVER_CLOSES], capture_output=True, text=True, timeout=240
     )
     assert (run.returncode, run.stdout.splitlines()) == (0, ["True", "[]"]), run.stderr
+
+
+def test_a_fetch_of_the_same_step_is_asked_for_before_the_push_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """And answered behind it: pushes are held back until the shard knows of the fetch."""
+    asked, ready, push = threading.Event(), ParameterShard.ready, Line.push
+
+    def asking(shard: ParameterShard, request: Request) -> bool:
+        found = ready(shard, request)
+        if request.kind == Kind.FETCH and request.after > 0:
+            asked.set()
+        return found
+
+    def held_back(line: Line, request: Request, whole: Tensor | None) -> Tensor:
+        assert asked.wait(30), "the fetch is not asked for, or not behind the push"
+        asked.clear()
+        return push(line, request, whole)
+
+    monkeypatch.setattr(ParameterShard, "ready", asking)
+    monkeypatch.setattr(Line, "push", held_back)
+    with served(adagrad(0.05)) as shards:
+        client = replica(shards.store, 0, 4, config=DownpourConfig(fetch_delay=0))
+    virtual = run(uneven(1, steps=4), adagrad(0.05), fetch_delay=0)
+    assert torch.equal(client.buffer.data, virtual.clients[0].buffer.data)
+    assert client.versions == [4]

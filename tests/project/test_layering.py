@@ -152,6 +152,7 @@ FLOORS = {
         ["random"],
         ["attention", "communication", "layers", "optimizers"],
         ["codes", "sparse"],
+        ["decoding"],
         ["symmetric_step", "triton"],
     ],
     "optim": [

@@ -75,6 +75,9 @@ def candidates_of(
     own = max(0, min(width, vocab_size - first_word))
     logits_RC = logits_RC[:, :own].detach().double().cpu()
     log_sum_R = logits_RC.logsumexp(1) if own else torch.full((rows,), -math.inf).double()
+    if most == 1 and ranks.size == 1:
+        at_R1 = logits_RC.argmax(dim=1, keepdim=True)  # the first of equal ones
+        return Candidates(logits_RC.gather(1, at_R1), at_R1, log_sum_R)
     logits_RC = logits_RC.nan_to_num(-math.inf, math.inf, -math.inf)  # the sum stays nan
     most = vocab_size if most is None else min(most, vocab_size)
     values_RN, words_RN = _likeliest(logits_RC, torch.arange(own).expand(rows, own), most)

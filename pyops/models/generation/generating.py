@@ -71,7 +71,7 @@ def generate(
     with _agreed(stages), _agreed(_sharing(model)):
         chosen = GenerateOptions(**options)
         chosen.validate()
-        shares = _shares(chosen.rows, stages.size)
+        shares = _shares(chosen.rows, stages.size, prompts)
         decoder = decoder_of(model, shares, chosen.cache_dtype)
         if decoder.cut and stages.size == 1:
             raise ValueError(
@@ -117,14 +117,16 @@ def _agreed(ranks: Ranks) -> AbstractContextManager[None]:
     return ranks_agree(ranks.group) if ranks.size > 1 else nullcontext()
 
 
-def _shares(rows: int, stages: int) -> list[int]:
-    """How many rows each group has."""
+def _shares(rows: int, stages: int, prompts: Any) -> list[int]:
+    """How many rows each group has; no more than there are prompts, where that is known."""
     if rows < stages:
         warnings.warn(
             f"generate: rows is {rows}, but there are {stages} stages, of which {stages - rows} "
             f"wait at any time; give {stages} rows or more",
             stacklevel=3,
         )
+    if isinstance(prompts, Sized):
+        rows = min(rows, max(stages, len(prompts)))
     return [rows // stages + (i < rows % stages) for i in range(min(stages, rows))]
 
 

@@ -7,7 +7,8 @@ The modules compute the same, with checks, hooks and look-ups at every call, whi
 four times as long as the products. Here each layer is asked once for what it computes, and the
 addition of the residual is left to the norm behind it, which does both in one pass. In fp32 what
 stands between the products of attention is one kernel, whose sums have an order of their own; in
-other dtypes three, with the bits of the modules.
+other dtypes three, with the bits of the modules. Blocks of fp32 that are alike, for as many rows as
+the products' kernels take, are one call, with the bits of the list.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from pyops.models.gpt import GPT, GPTBlock, GPTEmbedding
 from pyops.models.model_layout import AddedEmbedding
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import VocabularyHead
-from pyops.ops.layers.prepared import (
+from pyops.ops.decoding.prepared import (
     PreparedNorm,
+    PreparedProduct,
     cached_attention,
     prepared_activation,
     prepared_linear,
     turned,
 )
-from pyops.ops.layers.token_attention import token_attention_
+from pyops.ops.decoding.token_attention import token_attention_
+from pyops.ops.decoding.token_blocks import BlockForm, token_blocks_
 from pyops.tensor_parallel import (
     LayerNorm,
     ParallelAttention,
@@ -44,8 +47,6 @@ from pyops.tensor_parallel.functional.scores import Core
 from pyops.torch_private import has_global_hooks, is_called_plainly
 
 __all__ = ["TokenStep", "token_step"]
-
-Product = Callable[[Tensor], Tensor]
 
 
 class _Unknown(Exception):
@@ -63,6 +64,7 @@ class TokenStep:
     def __init__(self, model: GPT) -> None:
         self._embedding = _embedding(model.embedding)
         self._blocks = [_BlockStep(block) for block in model.blocks]
+        self._stack = _stack(self._blocks)
         self._norm = _norm(model.head.norm)
         self._logits = _logits(model.head.output)
 
@@ -75,6 +77,8 @@ class TokenStep:
             caches: Of the blocks.
         """
         x, added = self._embedding(tokens_R1[:, 0], span), None
+        if self._stack is not None and x.shape[0] <= self._stack.most_rows:
+            return self._stack(x, span, caches)[:, None]
         for block, cache in zip(self._blocks, caches, strict=True):
             cache.span = span
             x, added = block(x, added, span, cache)
@@ -101,9 +105,24 @@ class _BlockStep:
         self.inner = [_product(layer) for layer in merged]
         self.output, self.up, self.down = map(_product, (attention.output, mlp.up, mlp.down))
         self.width, self.scale = attention.head_dim, attention.scale
+        self.groups = attention.num_kv_heads
         self.interleaved: bool = attention.interleaved
         self.activation = prepared_activation(mlp.activation, gated=mlp.gated)
+        self.form = BlockForm(
+            width=self.width,
+            scale=self.scale,
+            eps=self.norm1.eps,
+            rms=self.norm1.rms,
+            activation=mlp.activation,
+            gated=mlp.gated,
+            interleaved=self.interleaved,
+        )
         self.rotary: Rotary | None = block.rotary
+
+    @property
+    def parts(self) -> list[PreparedNorm | PreparedProduct]:
+        """In the order of `token_blocks_`."""
+        return [self.norm1, *self.inner, self.output, self.norm2, self.up, self.down]
 
     def __call__(
         self, x: Tensor, added: Tensor | None, span: RowSpan, cache: RowCache
@@ -150,6 +169,53 @@ class _BlockStep:
         return q, k, v
 
 
+class _BlockStack:
+    """x [R, D] fp32 -> the same behind all blocks, in one call."""
+
+    def __init__(self, blocks: Sequence[_BlockStep]) -> None:
+        parts = [part for block in blocks for part in block.parts]
+        operands = [operand for part in parts for operand in part.operands]
+        self._blocks, self._form = (operands, [part.kind for part in parts]), blocks[0].form
+        self._rotary = blocks[0].rotary
+        self._heads = [torch.empty(1, 1, block.groups, block.width) for block in blocks]
+        self.most_rows = min(p.most_rows for p in parts if isinstance(p, PreparedProduct))
+
+    def __call__(self, x: Tensor, span: RowSpan, caches: Sequence[RowCache]) -> Tensor:
+        if self._rotary is not None and span.turns is None:
+            span.turns = self._rotary(1, positions_BT=span.places_RT)
+        kept = []
+        for cache, heads in zip(caches, self._heads, strict=True):
+            cache.span = span
+            kept.append(cache.room(heads))
+        keys, values = zip(*kept, strict=True)
+        return token_blocks_(
+            x,
+            self._blocks,
+            (keys, values),
+            span.places_RT,
+            span.turns,
+            first_row=span.begin,
+            form=self._form,
+        )
+
+
+def _stack(blocks: Sequence[_BlockStep]) -> _BlockStack | None:
+    """None for blocks of other dtypes than fp32, and for some that are not alike."""
+    first = blocks[0]
+    numbers = [t for block in blocks for part in block.parts for t in part.operands]
+    floats = {t.dtype for t in numbers if t.is_floating_point() and t.itemsize > 1}
+    alike = all(
+        block.form == first.form
+        and block.rotary is first.rotary
+        and len(block.inner) == len(first.inner)
+        and (block.norm2.eps, block.norm2.rms) == (first.form.eps, first.form.rms)
+        for block in blocks
+    )
+    if floats != {torch.float32} or not alike or not all(t.is_contiguous() for t in numbers):
+        return None
+    return _BlockStack(blocks)
+
+
 def token_step(model: GPT, cache_dtype: torch.dtype | None) -> TokenStep | None:
     """The model as a list of kernels; None where it has something that they would pass over, such
     as hooks, adapters that are not merged, layers that ranks share, or dropout.
@@ -188,10 +254,10 @@ def _known(module: Any, kind: type) -> None:
         raise _Unknown
 
 
-def _product(layer: Any) -> Product:
+def _product(layer: Any) -> PreparedProduct:
     """What a linear layer computes, its bias added."""
     made = getattr(layer, "token_product", None)
-    product: Product | None = None if made is None else made()
+    product: PreparedProduct | None = None if made is None else made()
     if product is None:
         raise _Unknown
     return product
@@ -221,7 +287,7 @@ def _embedding(embedding: Any) -> Callable[[Tensor, RowSpan], Tensor]:
     return embedded
 
 
-def _logits(output: Any) -> Product:
+def _logits(output: Any) -> PreparedProduct:
     _known(output, VocabularyHead)
     if output.adapter is not None and output.adapter.enabled:
         raise _Unknown

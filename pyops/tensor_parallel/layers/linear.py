@@ -11,7 +11,7 @@ this rank's size only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.ops.layers.prepared import prepared_linear
+from pyops.ops.decoding.prepared import PreparedProduct, prepared_linear
 from pyops.tensor_parallel.functional.dropout import Dropout
 from pyops.tensor_parallel.functional.initialize import initialize_
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
@@ -128,7 +128,7 @@ class ColumnParallelLinear(nn.Module):
             y = gather(y, dim=-1, duplicated=True, group=self.plan.ranks)[..., : self.out_features]
         return (y, self.bias) if self.skip_bias else y
 
-    def token_product(self) -> Callable[[Tensor], Tensor] | None:
+    def token_product(self) -> PreparedProduct | None:
         """x [rows, in] -> [rows, out], the bias added, for few rows without gradients: its operands
         are checked here and not at each call. None where ranks share the layer, or an adapter adds
         to it."""
@@ -241,7 +241,7 @@ class RowParallelLinear(nn.Module):
         y = row_product(x, self.weight, bias, self.plan, more=more)
         return (y, self.bias) if self.skip_bias else y
 
-    def token_product(self) -> Callable[[Tensor], Tensor] | None:
+    def token_product(self) -> PreparedProduct | None:
         """x [rows, in] -> [rows, out], the bias added, for few rows without gradients: its operands
         are checked here and not at each call. None where ranks share the layer, or an adapter adds
         to it."""
@@ -325,7 +325,7 @@ def _fused_product(x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -
 
 def _token_product(
     layer: ColumnParallelLinear | RowParallelLinear,
-) -> Callable[[Tensor], Tensor] | None:
+) -> PreparedProduct | None:
     adapter = layer.adapter
     if layer.plan.ranks.size > 1 or (adapter is not None and adapter.enabled):
         return None

@@ -58,8 +58,9 @@ class RowSpan:
                 f"{num_tokens} tokens are added to rows of lengths {list(lengths)}; add one at a "
                 "time, or to one row alone"
             )
-        first_R = torch.tensor(lengths, device=device)
-        self.places_RT = first_R[:, None] + torch.arange(num_tokens, device=device)
+        self.places_RT = torch.tensor(lengths, device=device)[:, None]
+        if num_tokens > 1:
+            self.places_RT = self.places_RT + torch.arange(num_tokens, device=device)
         """int64 [R, T]: the place of each new token in its row."""
         self.row_R = torch.arange(self.begin, self.end, device=device) if self.ragged else None
         self.turns: tuple[Tensor, Tensor] | None = None

@@ -15,13 +15,14 @@ still check sizes and memory themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyops.ops.decoding.token_blocks import kind_of
 from pyops.ops.layers.activation import ACTIVATIONS
 from pyops.ops.layers.few_rows import MOST_ROWS, check_operands
 from pyops.ops.layers.norm import check_forward
@@ -29,6 +30,7 @@ from pyops.ops.library import build_info
 
 __all__ = [
     "PreparedNorm",
+    "PreparedProduct",
     "cached_attention",
     "prepared_activation",
     "prepared_code_rows",
@@ -36,10 +38,44 @@ __all__ = [
     "turned",
 ]
 
-Product = Callable[[Tensor], Tensor]
+
+class PreparedProduct:
+    """x [R, K] -> [R, N] of one linear layer.
+
+    Args:
+        kernel: Of x and `operands`.
+        operands: Weight and bias; or codes, scales, zero points and bias.
+        bits: Of the codes; 0: there are none.
+        most_rows: More rows are left to `otherwise`, as is float64 times codes.
+        otherwise: The product by other means.
+    """
+
+    def __init__(
+        self,
+        kernel: Callable[..., Tensor],
+        operands: Sequence[Tensor | None],
+        *,
+        bits: int,
+        most_rows: int,
+        otherwise: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._kernel, self._operands, self._otherwise = kernel, operands, otherwise
+        self._options = {"bits": bits} if bits else {}
+        self.most_rows = most_rows
+        self.operands = [operand for operand in operands if operand is not None]
+        """Those that there are, as `token_blocks_` takes them."""
+        self.kind = kind_of(
+            bits, zero_points=bool(bits) and operands[2] is not None, bias=operands[-1] is not None
+        )
+        """What `token_blocks_` is told of them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > self.most_rows or (self._options and x.dtype == torch.float64):
+            return self._otherwise(x)
+        return self._kernel(x, *self._operands, **self._options)
 
 
-def prepared_linear(weight: Tensor, bias: Tensor | None) -> Product:
+def prepared_linear(weight: Tensor, bias: Tensor | None) -> PreparedProduct:
     """As `few_rows.linear` without gradients and autocast: x [R, K] -> [R, N].
 
     Args:
@@ -51,42 +87,28 @@ def prepared_linear(weight: Tensor, bias: Tensor | None) -> Product:
         TypeError: For other dtypes.
     """
     check_operands(weight[:1], weight, bias)
-    most = MOST_ROWS.get(weight.dtype, 0) if build_info()["extension"] else 0
-    kernel = torch.ops.pyops.few_rows_linear.default
-
-    def product(x: Tensor) -> Tensor:
-        if x.shape[0] > most:
-            return functional.linear(x, weight, bias)
-        y: Tensor = kernel(x, weight, bias)
-        return y
-
-    return product
+    return PreparedProduct(
+        torch.ops.pyops.few_rows_linear.default,
+        (weight, bias),
+        bits=0,
+        most_rows=MOST_ROWS.get(weight.dtype, 0) if build_info()["extension"] else 0,
+        otherwise=lambda x: functional.linear(x, weight, bias),
+    )
 
 
 def prepared_code_rows(
-    codes: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    bias: Tensor | None,
-    *,
-    bits: int,
-) -> Product:
+    *operands: Tensor | None, bits: int, most_rows: int, otherwise: Callable[[Tensor], Tensor]
+) -> PreparedProduct:
     """As `code_rows_product`: x [R, K] -> [R, N].
 
     Args:
-        codes: As of `code_rows_product`; so all others.
-        scales: See codes.
-        zero_points: See codes.
-        bias: See codes.
-        bits: See codes.
+        operands: Codes, scales, zero points and bias of `code_rows_product`.
+        bits: Of a code.
+        most_rows: More rows are left to `otherwise`.
+        otherwise: The product by other means.
     """
     kernel = torch.ops.pyops.code_rows_product.default
-
-    def product(x: Tensor) -> Tensor:
-        y: Tensor = kernel(x, codes, scales, zero_points, bias, bits=bits)
-        return y
-
-    return product
+    return PreparedProduct(kernel, operands, bits=bits, most_rows=most_rows, otherwise=otherwise)
 
 
 class PreparedNorm:
@@ -107,6 +129,10 @@ class PreparedNorm:
         self, weight: Tensor, bias: Tensor | None, *, eps: float, offset: float | None
     ) -> None:
         check_forward([weight], weight, bias)
+        self.eps, self.rms = eps, offset is not None
+        self.operands = [weight + offset if offset else weight, *([] if bias is None else [bias])]
+        """As `token_blocks_` takes them."""
+        self.kind = kind_of(bias=bias is not None)
         ops = torch.ops.pyops
         self._given: tuple[Any, ...] = (weight, bias) if offset is None else (weight,)
         self._options = {"eps": eps} if offset is None else {"eps": eps, "offset": offset}
@@ -121,7 +147,7 @@ class PreparedNorm:
         return y, s
 
 
-def prepared_activation(activation: str, *, gated: bool) -> Product:
+def prepared_activation(activation: str, *, gated: bool) -> Callable[[Tensor], Tensor]:
     """As `bias_gated` and `bias_activation` without a bias.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops import library
-from pyops.ops.layers.token_attention import token_attention_, token_attention_reference
+from pyops.ops.decoding.token_attention import token_attention_, token_attention_reference
 
 WIDE = torch.float64
 # Rows, heads, groups, width, turned pairs (0: none), interleaved: registers and a rest, heads that

@@ -1,0 +1,1 @@
+"""Operations of one decoding step, without derivatives: contracts and plain-torch references."""
