@@ -192,6 +192,22 @@ def test_no_compiler_points_to_the_way_without(run_setup: RunSetup):
     )
 
 
+@pytest.mark.parametrize("prefix", ["/virtual", sys.base_prefix], ids=["virtual", "plain"])
+def test_a_virtual_environment_builds_with_its_own_programs(
+    run_setup: RunSetup, tmp_path: Path, prefix: str
+):
+    """Whatever PATH is: another ninja compiles all of a built checkout again."""
+    for program in ("beside/ninja", "beside/other", "path/ninja", "path/nvcc"):
+        (tmp_path / program).parent.mkdir(exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    prepare = f"sys.executable, sys.prefix = {str(tmp_path / 'beside' / 'python')!r}, {prefix!r}"
+    ask = "print(*(setup['find_program'](name) for name in ('ninja', 'other', 'nvcc')))"
+    done = run_setup(prepare, ask, PATH=str(tmp_path / "path"))
+    found = [str(Path(path).relative_to(tmp_path)) for path in done.stdout.split()[-3:]]
+    first = "beside/ninja" if prefix == "/virtual" else "path/ninja"
+    assert found == [first, "beside/other", "path/nvcc"], done.stderr
+
+
 def test_cuda_is_chosen_by_what_is_installed(run_setup: RunSetup, tmp_path: Path):
     """AUTO: nvcc and a CUDA build of torch, nothing else; ON without nvcc is an error; an unknown
     word is named."""
@@ -263,17 +279,9 @@ def test_install_without_kernels(with_torch: ForkedPython, tmp_path: Path):
     target = tmp_path / "target"
     environment = {**os.environ, "PYOPS_NO_EXT": "1"}
     install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-compile",
-        "--target",
-        str(target),
-    ]
+        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+        "--no-compile", "--target", str(target),
+    ]  # fmt: skip
     done = subprocess.run(
         [*install, str(copy)], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -314,9 +322,8 @@ def test_a_checkout_that_hides_an_installed_pyops_says_so(with_torch: ForkedPyth
     installed = tmp_path / "site" / "pyops"
     installed.mkdir(parents=True)
     (installed / "_build.json").write_text('{"extension": true}')
-    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"} | {
-        "PYTHONPATH": str(tmp_path / "site")
-    }
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"}
+    environment["PYTHONPATH"] = str(tmp_path / "site")
     words = (
         f"It is a checkout that hides the pyops installed in {installed}: to use that one, "
         "start Python in another folder"
