@@ -68,8 +68,12 @@ def torch_to_build_against() -> tuple[Path, str]:
 
 def find_program(*names: str) -> str | None:
     """A program on PATH, or beside the Python that runs the build (where pip puts cmake and
-    ninja)."""
-    search = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    ninja). In a virtual environment its own come first: another ninja or cmake on the PATH of one
+    of two builds would compile everything again."""
+    places = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
+    if sys.prefix != sys.base_prefix:
+        places.reverse()
+    search = os.pathsep.join(places)
     return next(
         (found for name in names if name and (found := shutil.which(name, path=search))), None
     )

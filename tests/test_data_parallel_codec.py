@@ -18,6 +18,7 @@ from pyops.comm.compression.eight_bit import Int8
 from pyops.comm.compression.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import Shard
+from tests.grids import full
 
 pytestmark = pytest.mark.on_device
 
@@ -137,9 +138,9 @@ def _steps(
     ("size", "op", "bucket_bytes", "accumulate"),
     [
         (2, "mean", 1 << 20, False),
-        (3, "mean", 600, False),
+        full(3, "mean", 600, False),
         (4, "sum", 600, True),
-        (2, "sum", 600, False),
+        full(2, "sum", 600, False),
         (3, "mean", 1 << 20, True),
     ],
 )
@@ -295,6 +296,7 @@ def _regression(rank: int, group: Any, forget: bool) -> float:
     return float((a @ model.module.weight[0].detach() - b).norm() / b.norm())
 
 
+@pytest.mark.full
 def test_gradient_descent_gets_there_only_with_its_errors(world):
     with_errors, without = (world(2).run(_regression, forget) for forget in (False, True))
     assert with_errors[0] == with_errors[1], "the ranks' weights differ"

@@ -84,6 +84,7 @@ def test_a_gpt_of_which_every_matrix_is_put_off():
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.real_device
 def test_a_compiled_model_puts_nothing_off():
     model = nn.Sequential(Shared(), nn.Linear(6, 4))

@@ -469,6 +469,7 @@ def _compiled_rank(rank: int, group: dist.ProcessGroup) -> str:
     return "nothing"
 
 
+@pytest.mark.full
 @pytest.mark.real_device
 def test_all_ranks_hear_of_a_move_under_a_compiled_wrapper(world):
     other, mine = world(2).run(_compiled_rank)

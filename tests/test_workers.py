@@ -53,6 +53,7 @@ def test_a_rank_that_raises_is_named_and_the_pool_renewed(world):
     assert len(world(2).run(_sum, 0)) == 2
 
 
+@pytest.mark.full
 def test_a_late_rank_is_shown_where_it_stands():
     first, second = spawn_ranks(2, _sleep_on_0, timeout=3)
     assert first.error is not None

@@ -23,15 +23,28 @@ struct Count {
     static constexpr int value = N;
 };
 
-// Calls f(Count<P>{}, start) on blocks of 8 pixels where there are registers for them, and of 4, 2
-// and 1 for the rest. Each P is compiled sixteen times over: float64, which nobody trains images
-// in, has blocks of 2 and 1.
+// Pixels of the largest blocks: as many as there are registers for. Each size is compiled eight times
+// over for a dtype: float64, which nobody trains images in, has small ones.
+template <typename T>
+constexpr int most_pixels() {
+    return sizeof(T) > 4 ? 2 : Wide<T>::N < 16 ? 4 : 8;
+}
+
+// Whether blocks of this size check for columns beyond the image wherever they are. Only the largest
+// have code without the checks for the inside of an image: in small ones, which are mostly at an
+// edge, it gains nothing, and compiling it took a fifth of this file's time.
+template <typename T>
+constexpr bool always_check(int pixels) {
+    return sizeof(T) > 4 || pixels < most_pixels<T>();
+}
+
+// Calls f(Count<P>{}, start) on blocks of the most pixels, and of 4, 2 and 1 for the rest.
 template <typename T, typename F>
 inline PYOPS_INLINE void by_blocks(int64_t pixels, const F& f) {
     int64_t start = 0;
-    if constexpr (sizeof(T) == 4 && Wide<T>::N >= 16)
+    if constexpr (most_pixels<T>() >= 8)
         for (; start + 8 <= pixels; start += 8) f(Count<8>{}, start);
-    if constexpr (sizeof(T) == 4)
+    if constexpr (most_pixels<T>() >= 4)
         for (; start + 4 <= pixels; start += 4) f(Count<4>{}, start);
     for (; start + 2 <= pixels; start += 2) f(Count<2>{}, start);
     if (pixels & 1) f(Count<1>{}, pixels - 1);
@@ -143,7 +156,7 @@ void forward_line(const Line<S>& line) {
         if (block.at_an_edge())
             forward_block<STRIDE, P, true>(line, o, block);
         else
-            forward_block<STRIDE, P, false>(line, o, block);
+            forward_block<STRIDE, P, always_check<Real<S>>(P)>(line, o, block);
     });
 }
 
@@ -157,7 +170,7 @@ void backward_line(const Line<S>& line) {
         if (block.at_an_edge())
             backward_block<STRIDE, P, true, DX, DW>(line, w, block);
         else
-            backward_block<STRIDE, P, false, DX, DW>(line, w, block);
+            backward_block<STRIDE, P, always_check<Real<S>>(P), DX, DW>(line, w, block);
     });
 }
 

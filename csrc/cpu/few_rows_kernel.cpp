@@ -60,24 +60,19 @@ inline PYOPS_INLINE void products(const FewRows& all, int64_t row, int64_t outpu
     }
 }
 
-// All rows, four at a time; the weights that they share stay in the caches meanwhile.
-template <int OUTPUTS, typename S>
-void block(const FewRows& all, int64_t output, int64_t ahead) {
-    int64_t row = 0;
-    for (; row + 4 <= all.rows; row += 4)
-        products<4, OUTPUTS, S>(all, row, output, row ? 0 : ahead);
-    if (all.rows - row == 3)
-        products<3, OUTPUTS, S>(all, row, output, row ? 0 : ahead);
-    else if (all.rows - row == 2)
-        products<2, OUTPUTS, S>(all, row, output, row ? 0 : ahead);
-    else if (all.rows - row == 1)
-        products<1, OUTPUTS, S>(all, row, output, row ? 0 : ahead);
+// All rows, at most MOST at a time; the weights that they share stay in the caches meanwhile.
+template <int MOST, int OUTPUTS, typename S>
+void block(const FewRows& all, int64_t row, int64_t output, int64_t ahead) {
+    for (; row + MOST <= all.rows; row += MOST)
+        products<MOST, OUTPUTS, S>(all, row, output, row ? 0 : ahead);
+    if constexpr (MOST > 1)
+        if (row < all.rows) block<MOST - 1, OUTPUTS, S>(all, row, output, ahead);
 }
 
-template <int OUTPUTS, typename S>
+template <int MOST, int OUTPUTS, typename S>
 int64_t blocks(const FewRows& all, int64_t first, int64_t last) {
     for (; first + OUTPUTS <= last; first += OUTPUTS)
-        block<OUTPUTS, S>(all, first, first + 2 * OUTPUTS <= last ? OUTPUTS : 0);
+        block<MOST, OUTPUTS, S>(all, 0, first, first + 2 * OUTPUTS <= last ? OUTPUTS : 0);
     return first;
 }
 
@@ -86,9 +81,9 @@ int64_t blocks(const FewRows& all, int64_t first, int64_t last) {
 void few_rows_kernel(const FewRows& all, int64_t first, int64_t last) {
     with_storage(all.dtype, [&](auto storage) {
         using S = typename decltype(storage)::type;
-        if (all.rows == 1) first = blocks<8, S>(all, first, last);
-        first = blocks<4, S>(all, first, last);
-        blocks<1, S>(all, first, last);
+        if (all.rows == 1) first = blocks<1, 8, S>(all, first, last);
+        first = blocks<4, 4, S>(all, first, last);
+        blocks<4, 1, S>(all, first, last);
     });
 }
 

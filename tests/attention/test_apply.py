@@ -361,6 +361,7 @@ def test_longformer_of_transformers_is_an_oracle(global_tokens: bool):
     torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_whole_model_is_compiled_without_a_break():
     """Before any step, with packed sequences, whose numbers a mask function holds."""
     model = made(llama)

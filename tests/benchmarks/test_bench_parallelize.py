@@ -14,6 +14,7 @@ from benchmarks import __main__ as entry
 from benchmarks.instruments import harness, report
 from benchmarks.instruments.rank_teams import Team
 from benchmarks.parallel.tensor import bench_parallelize, llama_teams
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -94,7 +95,7 @@ def test_a_library_that_is_not_installed_is_left_out_and_said(monkeypatch, capsy
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("benchmarks.parallel.tensor.llama_teams", "nobody: rank 0: KeyError: 'nobody'"),
+        full("benchmarks.parallel.tensor.llama_teams", "nobody: rank 0: KeyError: 'nobody'"),
         ("no_such_module", r"(?s)nobody: rank 0 ended; printed was: .*no_such_module"),
     ],
 )

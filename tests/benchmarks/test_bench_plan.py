@@ -48,6 +48,7 @@ def test_rank_correlation():
     assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)
 
 
+@pytest.mark.full
 def test_overheads_are_found_again_and_hold_for_layouts_that_were_held_out():
     found = made(overheads=(400.0, 0.1))
     assert bench_plan.fit(found) == pytest.approx((400.0, 0.1))

@@ -179,6 +179,7 @@ def test_a_row_of_the_slow_link():
     assert "wire_ratio" not in alone
 
 
+@pytest.mark.full
 def test_the_picture_has_a_line_for_each_run(tmp_path):
     rows = [
         slow_link_row(way, seconds=[3.0], sent=[1])

@@ -81,6 +81,7 @@ def test_a_failure_for_another_reason_than_memory_is_raised() -> None:
         outcome("1 / 0")
 
 
+@pytest.mark.full
 def test_a_picture_is_drawn(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     rows = [{"ranks": n, "tokens": 9 * n, "limit_bytes": 2 << 30} for n in (1, 2)]

@@ -45,6 +45,7 @@ def test_a_row_says_whether_the_faster_is_the_one_that_is_named():
     assert rows[0]["counted_bytes"][FEW] == rows[0]["formula_bytes"][FEW]
 
 
+@pytest.mark.full
 def test_the_picture_has_the_costs_of_every_layout(tmp_path):
     found = {name: dict(points) for name, points in grids_picture.series(2).items()}
     assert tuple(found) == grids_picture.NAMES

@@ -90,6 +90,7 @@ def rows(rank: int, group: dist.ProcessGroup) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.mark.full
 def test_each_sort_of_defect_is_a_row_of_its_own(world):
     first, second = world(2).run(rows, timeout=240)
     for name, (_, result, why) in MUTANTS.items():

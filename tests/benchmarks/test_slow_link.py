@@ -38,6 +38,7 @@ def where_am_i(nbytes: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.full
 def test_a_transfer_goes_over_the_link_and_is_counted():
     with Link(ranks=2, mbit=100) as link:
         assert set(link.namespaces) <= namespaces()
@@ -70,6 +71,7 @@ def test_every_direction_is_limited(ranks):
             assert "rate 250Mbit" in shown
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_is_named_and_the_link_goes_away():
     with (
         pytest.raises(RuntimeError, match=r"rank \d ended with 1(.|\n)*no_such_function"),
@@ -90,6 +92,7 @@ def test_ranks_that_take_too_long_are_stopped():
             assert pids == ""
 
 
+@pytest.mark.full
 def test_a_killed_bench_leaves_no_namespaces():
     script = (
         "import time; from benchmarks.links.slow_link import Link\n"

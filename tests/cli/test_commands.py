@@ -202,6 +202,7 @@ def test_bench_hands_on_every_argument_and_the_exit_code(monkeypatch):
         assert called[-1] == [sys.executable, "-m", "benchmarks", *words]
 
 
+@pytest.mark.full  # imports every bench
 def test_bench_says_what_it_takes(capfd):
     assert main(["bench", "--help"]) == 0
     shown = capfd.readouterr().out

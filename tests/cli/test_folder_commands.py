@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyops.cli import main
+from tests.grids import full
 from tests.parallel.tiny_folder import CHAT, make_folder, write_chat
 from tests.parallel.tiny_transformers import transformers
 from tests.project.documents import differs
@@ -102,7 +103,7 @@ def use_on_rank(rank: int, group: object, folder: Path, words: list[str]) -> str
         return f"refused: {error}"
 
 
-@pytest.mark.parametrize("layout", ["--tp", "--pp"])
+@pytest.mark.parametrize("layout", ["--tp", full("--pp")])
 def test_two_ranks_say_what_one_does(folder, world, layout):
     write_chat(folder.parent / "c.jsonl", rows=7)
     for words in (

@@ -154,6 +154,7 @@ def _started(rank: int, group: Any, words: list[str]) -> int:
     return main(words)
 
 
+@pytest.mark.full
 def test_the_command_of_a_measured_plan_starts(world, file: Path, tmp_path: Path):
     """torchrun reads what it is given, and two ranks train by the rest of it."""
     target = tmp_path / "plan.toml"
@@ -191,6 +192,7 @@ def test_several_devices_are_started_by_torchrun(capsys, file: Path, monkeypatch
     assert given.training_script_args == ["plan", str(file), "--measured", "--devices", "2"]
 
 
+@pytest.mark.full
 def test_a_plan_is_drawn(capsys, file: Path, tmp_path: Path):
     target = tmp_path / "plan.svg"
     run(capsys, file, "--cluster", "laptop", "--draw", target)

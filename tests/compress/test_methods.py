@@ -92,6 +92,7 @@ def test_a_step_that_fills_what_was_pruned_is_seen(folder, monkeypatch):
     assert not (folder.parent / "filled").exists()
 
 
+@pytest.mark.full
 def test_more_is_pruned_of_what_is_pruned(folder, monkeypatch):
     """The second step begins with the masks of the first, and none of its weights comes back."""
     seen: list[dict[str, torch.Tensor]] = []

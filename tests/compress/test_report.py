@@ -109,6 +109,7 @@ def drawn(report: CompressReport, monkeypatch: Any, path: Path) -> list[Any]:
     return axes
 
 
+@pytest.mark.full
 def test_the_picture(monkeypatch, tmp_path):
     accuracy, loss, token, batch = drawn(REPORT, monkeypatch, tmp_path / "a.svg")
     for axes, values in ((accuracy, [50.0, 37.5]), (loss, [1.25, 1.5])):

@@ -249,6 +249,7 @@ def losses_on_rank(rank: int, group: object, folder: Path) -> list[float]:
     return [stage.loss for stage in report.stages]
 
 
+@pytest.mark.full  # ranks of single steps stand in the suite
 def test_two_ranks_that_share_the_layers_find_what_one_does(folder, world):
     found = world(2).run(losses_on_rank, folder)
     assert found[0] == found[1]

@@ -19,6 +19,7 @@ from pyops.mesh import ALONE, Axes, Mesh
 from pyops.ops.attention import AttentionMask, BlockLayout
 from tests.context_parallel.rows import alone, on_rank, put_together
 from tests.context_parallel.test_attention import CASES, compared
+from tests.grids import full
 from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -182,7 +183,7 @@ def _dies(rank: int, group: Any, how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", full("stopped")])
 def test_a_killed_or_stalled_rank_of_the_ring_is_named(how: str) -> None:
     for outcome in spawn_ranks(3, _dies, how, group_timeout=3.0, timeout=30.0):
         if outcome.rank != 1:

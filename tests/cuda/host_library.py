@@ -20,8 +20,10 @@ OUT = ROOT / "build" / "emulation"
 FOLDERS = ("csrc/cuda", "csrc/host", "csrc/math", "tests/cuda/emulation")
 FOLDERS += ("tests/cuda/symmetric/emulation",)
 # Not unique in the process: each library has the variables of its own kernels.
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-Wall")
+FLAGS = ("-std=c++17", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-Wall")
 FLAGS += ("-Wno-unknown-pragmas",)
+# Optimized, a library takes longer to compile than its tests then take less to run.
+LIBRARY_FLAGS = ("-O0", "-Werror", "-shared")
 
 __all__ = ["EMULATION", "ROOT", "compile_with", "load"]
 
@@ -50,7 +52,7 @@ def load(sources: Sequence[Path], *flags: str, out: Path = OUT) -> ctypes.CDLL:
         if not library.exists():
             made = library.with_suffix(".made")
             inputs = [*sources, EMULATION / "runtime.cpp"]
-            compile_with(*flags, "-Werror", "-shared", *inputs, "-o", made, "-lpthread")
+            compile_with(*flags, *LIBRARY_FLAGS, *inputs, "-o", made, "-lpthread")
             for older in out.glob(f"{stem}-*.so"):
                 older.unlink()
             made.rename(library)
@@ -67,7 +69,7 @@ def _compiler() -> str:
 def _fingerprint(flags: Sequence[str]) -> str:
     """Of all that decides what the compiler makes: the sources' text, the flags and itself."""
     version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
-    text = hashlib.sha256(version + repr((FLAGS, flags)).encode())
+    text = hashlib.sha256(version + repr((FLAGS, LIBRARY_FLAGS, flags)).encode())
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file():

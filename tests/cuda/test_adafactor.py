@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cpu_only
 # Tiles are of 128 rows and 256 columns: matrices of one number, of several tiles both ways, several
 # matrices, vectors of less than a row of a tile and of more than a tile.
 SHAPES = ((1, 1), (300, 7), (5, 600), (2, 130, 257), (), (7,), (0,), (0, 4), (33001,))
+FEW_SHAPES = ((5, 600), (130, 3), (901,))
 OPTIONS = {
     "lr": 0.013,
     "beta2_decay": -0.7,
@@ -162,7 +163,7 @@ def check(kernels: ctypes.CDLL, x: Tensors, **given: object) -> None:
 @pytest.mark.parametrize(
     ("p", "g", "master", "copy", "shift"),
     [
-        (FP32, FP32, None, None, 0),
+        full(FP32, FP32, None, None, 0),
         (BF16, BF16, FP32, None, 3),
         full(FP16, FP32, FP32, BF16, 1),
         (BF16, FP16, None, FP16, 1),
@@ -182,25 +183,25 @@ def test_options(kernels):
     check(kernels, Tensors(FP32, FP32), lr=torch.tensor(1e-4), factor=torch.tensor(0.7))
 
 
-@pytest.mark.parametrize("zero_grads", [False, True])
+@pytest.mark.parametrize("zero_grads", [full(False), True])
 def test_found_inf_changes_nothing_but_zeroed_gradients(kernels, zero_grads):
-    x = Tensors(BF16, BF16, master=FP32, copy=FP16)
+    x = Tensors(BF16, BF16, master=FP32, copy=FP16, shapes=FEW_SHAPES)
     before = [[t.clone() for t in column] for column in x.columns()]
     emulate(kernels, x, zero_grads=zero_grads, found_inf=torch.tensor(1.0))
     for which, (column, old) in enumerate(zip(x.columns(), before, strict=True)):
         for got, was in zip(column, old, strict=True):
             assert torch.equal(got, torch.zeros_like(was) if zero_grads and which == 1 else was)
-    check(kernels, Tensors(FP32, FP32), found_inf=torch.tensor(0.0))
+    check(kernels, Tensors(FP32, FP32, shapes=FEW_SHAPES), found_inf=torch.tensor(0.0))
 
 
 def test_stochastic_rounding_uses_the_bits_of_the_element(kernels):
-    shapes = ((5, 600), (130, 3), (901,))
-    x, to_nearest = (Tensors(BF16, FP32, shapes=shapes) for _ in range(2))
+    x, to_nearest = (Tensors(BF16, FP32, shapes=FEW_SHAPES) for _ in range(2))
     check(kernels, x, stochastic=True, seed=(1 << 40) + 17)
     emulate(kernels, to_nearest)
     assert not torch.equal(x.params[0], to_nearest.params[0]), "rounded to nearest"
 
 
+@pytest.mark.full
 def test_the_grid_does_not_matter(kernels):
     """Sums are in an order that the shapes alone decide."""
     found = [Tensors(FP32, FP32) for _ in range(3)]

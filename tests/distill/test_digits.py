@@ -60,6 +60,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
         return float((model(x).argmax(1) == y).float().mean())
 
 
+@pytest.mark.full
 def test_a_class_that_the_student_never_saw(digits, teacher):
     x, y, test_x, test_y = digits
     seen = x[y != 3]

@@ -21,6 +21,7 @@ from pyops.distill import (
 from pyops.distill.hidden_states import compared
 from pyops.models import GPT, GPTConfig
 from pyops.tensor_parallel import DivergenceConfig
+from tests.grids import full
 from tests.tensor_parallel.functional.losses.test_linear_kl_divergence import soft_rows
 
 transformers = pytest.importorskip("transformers")
@@ -138,7 +139,7 @@ def losses_on_rank(rank: int, group: dist.ProcessGroup | None, whole_teacher: bo
     return found
 
 
-@pytest.mark.parametrize("whole_teacher", [False, True])
+@pytest.mark.parametrize("whole_teacher", [full(False), True])
 def test_ranks_that_share_the_models_see_the_same_losses(world: Any, whole_teacher: bool):
     alone = losses_on_rank(0, None, True)
     assert alone[-1] < alone[0] - 0.1

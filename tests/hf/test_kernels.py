@@ -365,6 +365,7 @@ def test_results_have_the_dtype_of_before(name):
         assert (after - before).abs().max() < 0.05 * before.abs().max()
 
 
+@pytest.mark.full
 def test_torch_compile_sees_one_graph():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm

@@ -13,7 +13,7 @@ import torch
 from pyops.parallel import ParallelPlan
 from pyops.precision import LossScale
 from pyops.zero import ZeroConfig
-from tests.grids import cut
+from tests.grids import cut, full
 from tests.hf.runs import alone, finished, gpt2, launched, rows, trainer
 
 pytestmark = pytest.mark.cpu_only
@@ -107,6 +107,7 @@ def _stopped(rank: int, group: Any, folder: str, plan: ParallelPlan) -> list[lis
     return found
 
 
+@pytest.mark.full
 def test_a_run_with_layers_that_are_cut_goes_on_from_its_checkpoint(world, tmp_path):
     plan = ParallelPlan(tp=2, precision="bf16")
     for whole, again in world(2).run(_stopped, str(tmp_path), plan, timeout=240.0):
@@ -132,7 +133,7 @@ def _handed_on(rank: int, group: Any, folder: str, first: str, then: str) -> Any
     return found
 
 
-@pytest.mark.parametrize(("first", "then"), [("tp 2", "dp 2"), ("dp 2", "tp 2")])
+@pytest.mark.parametrize(("first", "then"), [full("tp 2", "dp 2"), ("dp 2", "tp 2")])
 def test_states_of_packed_weights_go_on_at_another_tp(world, tmp_path, first: str, then: str):
     """GPT-2's matrices are transposed where layers are cut, and square ones look alike in both."""
     for whole, again in world(2).run(_handed_on, str(tmp_path), first, then, timeout=240.0):
@@ -155,6 +156,7 @@ def _scaled(rank: int, group: Any, folder: str, initial: float) -> Any:
     return losses, norms, evaluated, scale.skipped, schedule
 
 
+@pytest.mark.full  # steps that overflow stand in the suite
 def test_fp16_has_a_loss_scale(world, tmp_path):
     (found, other), (large, _) = (
         world(2).run(_scaled, str(tmp_path), initial, timeout=240.0) for initial in (1.0, 256.0)

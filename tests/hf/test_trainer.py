@@ -57,6 +57,7 @@ def test_the_trainer_over_zero_is_the_trainer_over_ddp(world, tmp_path, accumula
             assert _differences(found[2], weights) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [

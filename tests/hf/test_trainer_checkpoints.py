@@ -45,7 +45,7 @@ BF16 = ZeroConfig(2, precision="bf16")
     [
         full(ZeroConfig(1), ZeroConfig(1)),
         full(ZeroConfig(3), ZeroConfig(3)),
-        (BF16, BF16),
+        full(BF16, BF16),
         (ZeroConfig(3), ZeroConfig(2)),
     ],
     ids=["stage_1", "stage_3", "stage_2_bf16", "stage_3_to_2"],
@@ -86,6 +86,7 @@ def _best(rank: int, group: Any, folder: str, stage: int) -> list[Any]:
     return [before, found, last, best, weights]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(1), 3])
 def test_the_best_model_comes_back(world, tmp_path, stage: int):
     from transformers import GPT2LMHeadModel
@@ -128,6 +129,7 @@ def _adapted(rank: int, group: Any, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_peft_by_the_trainer_is_ddp(world, tmp_path):
     pytest.importorskip("peft")
     for plain, *spread, again in world(2).run(_adapted, str(tmp_path), timeout=240.0):

@@ -176,6 +176,7 @@ def _trained(rank: int, group: Any, axes: Axes, stage: int, sequence_parallel: b
     return losses
 
 
+@pytest.mark.full
 def test_grids_train_as_one_rank_does(world) -> None:
     model = GPT(CONFIGS["Llama"])
     optimizer = AdamW(model.parameters(), lr=1e-2)

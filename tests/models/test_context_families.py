@@ -215,6 +215,7 @@ def _on_ranks(
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cp", "tp", "method"),
     [

@@ -59,6 +59,7 @@ def test_every_dropout_draws_from_a_stream_of_its_own(name):
     assert len({state[0].item() for state in states}) == len(states)
 
 
+@pytest.mark.full  # seconds of compiling: that of GPT stands in the suite
 @pytest.mark.real_device
 @pytest.mark.slow
 @pytest.mark.cpu_only

@@ -65,7 +65,7 @@ def compare(found: Found, expected: Found) -> None:
 
 
 GRID = list(itertools.product(["gpt", "llama", "t5"], [2, 4], [8, SEEDS]))
-KEPT = [("gpt", 2, 8), ("llama", 4, 8), ("t5", 2, 8)]
+KEPT = [("gpt", 2, 8), ("llama", 4, 8)]
 
 
 @pytest.mark.parametrize(("name", "ranks", "seeds"), cut(GRID, keep=KEPT))

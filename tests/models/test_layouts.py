@@ -62,7 +62,7 @@ def curves(steps: int) -> dict[str, list[float]]:
 
 
 # Both of two ranks stand in the suite with dropout, below.
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), cut(LAYOUTS, keep=[(2, True), (4, False)]))
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), cut(LAYOUTS, keep=[(2, True)]))
 def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, sequence_parallel):
     found = world(ranks).run(run_gradients, sequence_parallel)
     for family, wanted in alone.items():
@@ -82,6 +82,7 @@ def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, sequence_
             assert (held > 0).all(), f"{family}: no rank holds some of {name}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [STEPS, full(50)])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), cut(LAYOUTS, keep=[(2, False), (2, True)]))
 def test_loss_curves_with_dropout_are_those_of_one_rank(

@@ -190,6 +190,7 @@ def test_longer_positions_of_a_model_with_a_pattern():
     assert model(tokens(1, 160)).shape == (1, 160, 19)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compiled_blocks_are_one_graph():
     """No graph breaks, though no layout is there yet, and blocks that are alike are one program."""

@@ -10,6 +10,7 @@ import torch
 
 from pyops.offload import Offloaded
 from pyops.optim import SGD, AdamW
+from tests.grids import full
 from tests.test_moved import HARMLESS, MOVES, network, x_of
 
 pytestmark = pytest.mark.cpu_only
@@ -34,7 +35,7 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(AdamW, {"weight_decay": 0.1}), (SGD, {"momentum": 0.9})]
+    ("kind", "options"), [(AdamW, {"weight_decay": 0.1}), full(SGD, {"momentum": 0.9})]
 )
 def test_it_steps_what_was_moved_as_the_optimizer_alone_does(tmp_path, kind, options):
     for name, call in (MOVES | HARMLESS).items():

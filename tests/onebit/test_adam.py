@@ -41,7 +41,7 @@ def assert_like_simulation(results, params, gradients, *, tiny=None, **simulated
     return reference
 
 
-@pytest.mark.parametrize("ranks", [full(2), 3, 4])
+@pytest.mark.parametrize("ranks", [full(2), 3, full(4)])
 def test_ranks_follow_the_simulation_and_agree_in_every_bit(world, ranks):
     params, gradients = random_parameters(), random_gradients(12, ranks)
     results = world(ranks).run(

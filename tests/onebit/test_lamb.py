@@ -167,7 +167,7 @@ def test_a_flat_parameter_has_the_bits_of_separate_ones(world, compat):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("compat", [None, "deepspeed"])
+@pytest.mark.parametrize("compat", [full(None), "deepspeed"])
 def test_resumed_in_the_warmup_at_the_switch_and_after_it(world, compat):
     params, gradients = layers_of_sizes(), random_gradients(10, 2)
     # A threshold that holds in every step: the factor depends on the one before.

@@ -15,6 +15,7 @@ from pyops.comm.compression.power_sgd import PowerSGD
 from pyops.comm.failure import DisagreementError
 from pyops.data_parallel import DataParallel
 from pyops.onebit import OneBitAdam
+from tests.grids import full
 from tests.onebit.runs import built, grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import random_gradients, random_parameters
 
@@ -30,7 +31,7 @@ OPTIONS = {
 AVERAGES = {**OPTIONS, "frozen_beta2": 0.999}
 
 
-@pytest.mark.parametrize("stop", [2, 4, 6])
+@pytest.mark.parametrize("stop", [full(2), 4, full(6)])
 def test_resumed_in_the_warmup_at_the_switch_and_after_it(world, stop):
     params, gradients = random_parameters(), random_gradients(9, 2)
     whole = world(2).run(run_steps, "OneBitAdam", params, gradients, AVERAGES)

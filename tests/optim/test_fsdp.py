@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from pyops.flat import FlatBuffer
 from pyops.onebit import OneBitAdam, OneBitConfig
 from pyops.optim import LAMB, LARS, SGD, Adafactor, Adagrad, AdamW, Lion, fuse_into_backward
+from tests.grids import full
 from tests.optim import layer_oracle
 from tests.optim.pairs import HYPER
 from tests.optim.rules import RULES, PlainLion
@@ -170,7 +171,10 @@ def alone_in_float32(name: str) -> dict[str, list[Any]]:
     return {"params": [whole(p) for p in net.parameters()]}
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_FULL = ("amsgrad", "nesterov")  # the others of their optimizer stand in the suite
+
+
+@pytest.mark.parametrize("name", [full(name) if name in IN_FULL else name for name in CASES])
 def test_trains_as_torchs_own_and_as_one_process(world, name: str):
     _, theirs, options = CASES[name]
     reference = trained_alone(theirs, options, 2)

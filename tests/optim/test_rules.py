@@ -251,6 +251,7 @@ def test_the_sums_of_adagrad_are_there_from_the_start():
 COMPILED = ("momentum", "adagrad")
 
 
+@pytest.mark.full  # that of the fused optimizer stands in the suite
 @pytest.mark.real_device
 @pytest.mark.parametrize("name", [name if name in COMPILED else full(name) for name in names()])
 def test_compiled_step(name):

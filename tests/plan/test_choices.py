@@ -12,6 +12,7 @@ from tests.grids import full
 pytestmark = pytest.mark.cpu_only
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["device", full("nodes"), full("links")])
 def test_the_page_says_what_is_chosen(name: str):
     found = {each[2]: each[0] for each in MARKED.finditer(PAGE.read_text())}

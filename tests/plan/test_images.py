@@ -66,6 +66,7 @@ def _peaks(rank: int, group: Any) -> list[float]:
     return Ranks({2: PEAKS}, make=trial, costs=lambda _: None).prepare()
 
 
+@pytest.mark.full
 def test_peaks_are_within_five_percent_of_those_counted(world):
     found = case_of(SIZE, load_cluster("laptop"), even(SIZE.shape))
     first, second = world(2).run(_peaks)

@@ -75,6 +75,7 @@ def _measured(rank: int, group: Any) -> tuple[Machine, bool]:
     return found, found.num_ranks == 2
 
 
+@pytest.mark.full
 def test_this_machine_is_measured_between_ranks(world):
     (first, both), (second, other) = world(2).run(_measured)
     assert both

@@ -60,6 +60,7 @@ def test_operations_are_those_of_the_paper():
     assert 4 / 3 * shape.operations() * s == pytest.approx(paper, rel=0.03)
 
 
+@pytest.mark.full
 def test_the_page_says_what_is_predicted():
     page = PAGE.read_text()
     assert all(f"<!-- published:{name} -->" in page for name in TABLES)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pyops.ops import library
+from tests.grids import full
 from tests.project.forked_python import ForkedPython
 
 pytestmark = pytest.mark.cpu_only
@@ -83,7 +84,7 @@ def test_setup_finds_torch_without_importing_it(run_setup: RunSetup):
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"), [("torch", "pip install torch"), ("pybind11", "pip install pybind11")]
+    ("missing", "words"), [("torch", "pip install torch"), full("pybind11", "pip install pybind11")]
 )
 def test_a_missing_package_is_named_with_its_fix(run_setup: RunSetup, missing: str, words: str):
     hide = "find = importlib.util.find_spec\n"
@@ -95,6 +96,7 @@ def test_a_missing_package_is_named_with_its_fix(run_setup: RunSetup, missing: s
     assert words in message
 
 
+@pytest.mark.full
 def test_a_torch_that_is_too_old_is_called_that(run_setup: RunSetup, tmp_path: Path):
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
     message = one_paragraph(
@@ -190,6 +192,22 @@ def test_no_compiler_points_to_the_way_without(run_setup: RunSetup):
     )
 
 
+@pytest.mark.parametrize("prefix", ["/virtual", sys.base_prefix], ids=["virtual", "plain"])
+def test_a_virtual_environment_builds_with_its_own_programs(
+    run_setup: RunSetup, tmp_path: Path, prefix: str
+):
+    """Whatever PATH is: another ninja compiles all of a built checkout again."""
+    for program in ("beside/ninja", "beside/other", "path/ninja", "path/nvcc"):
+        (tmp_path / program).parent.mkdir(exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    prepare = f"sys.executable, sys.prefix = {str(tmp_path / 'beside' / 'python')!r}, {prefix!r}"
+    ask = "print(*(setup['find_program'](name) for name in ('ninja', 'other', 'nvcc')))"
+    done = run_setup(prepare, ask, PATH=str(tmp_path / "path"))
+    found = [str(Path(path).relative_to(tmp_path)) for path in done.stdout.split()[-3:]]
+    first = "beside/ninja" if prefix == "/virtual" else "path/ninja"
+    assert found == [first, "beside/other", "path/nvcc"], done.stderr
+
+
 def test_cuda_is_chosen_by_what_is_installed(run_setup: RunSetup, tmp_path: Path):
     """AUTO: nvcc and a CUDA build of torch, nothing else; ON without nvcc is an error; an unknown
     word is named."""
@@ -218,6 +236,7 @@ def test_cuda_is_chosen_by_what_is_installed(run_setup: RunSetup, tmp_path: Path
     )
 
 
+@pytest.mark.full
 def test_nvcc_and_torch_are_of_one_cuda(run_setup: RunSetup, tmp_path: Path):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
@@ -260,17 +279,9 @@ def test_install_without_kernels(with_torch: ForkedPython, tmp_path: Path):
     target = tmp_path / "target"
     environment = {**os.environ, "PYOPS_NO_EXT": "1"}
     install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-compile",
-        "--target",
-        str(target),
-    ]
+        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+        "--no-compile", "--target", str(target),
+    ]  # fmt: skip
     done = subprocess.run(
         [*install, str(copy)], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -303,6 +314,7 @@ def test_an_unbuilt_tree_says_how_to_build(with_torch: ForkedPython, tmp_path: P
     assert "hides" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_checkout_that_hides_an_installed_pyops_says_so(with_torch: ForkedPython, tmp_path: Path):
     """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops
     comes later on the path."""
@@ -310,9 +322,8 @@ def test_a_checkout_that_hides_an_installed_pyops_says_so(with_torch: ForkedPyth
     installed = tmp_path / "site" / "pyops"
     installed.mkdir(parents=True)
     (installed / "_build.json").write_text('{"extension": true}')
-    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"} | {
-        "PYTHONPATH": str(tmp_path / "site")
-    }
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"}
+    environment["PYTHONPATH"] = str(tmp_path / "site")
     words = (
         f"It is a checkout that hides the pyops installed in {installed}: to use that one, "
         "start Python in another folder"
@@ -382,6 +393,7 @@ def test_the_ops_use_nothing_of_torch_but_its_stable_abi():
     assert not foreign, foreign
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.slow
 def test_an_instruction_set_can_be_forced(with_torch: ForkedPython):

@@ -34,15 +34,19 @@ README_LINES = 20
 FULL_FIRST = (
     "README.md",  # eight ranks
     "asynchronous.md",
+    "choosing.md",
     "compress.md",
+    "context_parallel.md",
     "finetune.md",
     "parallel.md",
     "planner.md",
     "pruning.md",
     "quantization_training.md",
+    "sandblaster.md",
+    "sparsity.md",
     "train.md",
 )
-FULL_LATER = ("quickstart.md", "zero.md")
+FULL_LATER = ("profiling.md", "quickstart.md", "zero.md")
 FULL_FRAGMENTS = (
     "attention.md",
     "context_parallel.md",

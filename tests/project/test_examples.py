@@ -60,7 +60,7 @@ def test_a_model_learns_on_two_ranks(name, ranks, tmp_path):
     assert last < 0.9 * first
 
 
-@pytest.mark.parametrize("sizes", [(1,), full((4, 1))], ids=["one", "four and one"])
+@pytest.mark.parametrize("sizes", [full((1,)), full((4, 1))], ids=["one", "four and one"])
 def test_a_folder_is_tuned_alike_on_four_ranks_and_on_one(ranks, tmp_path, sizes):
     found = []
     for size in sizes:

@@ -13,7 +13,7 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -241,10 +241,27 @@ def room_of(path: Path) -> str:
     return parts[0]
 
 
+def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a body and of all bodies within it."""
+    for statement in body:
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            yield from statements(getattr(statement, field, ()))
+        for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            yield from statements(part.body)
+
+
 @functools.cache
-def parsed(source: str) -> ast.Module:
-    """The tree of a source; several rules look at the same files."""
-    return ast.parse(source)
+def imports_of(source: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """The imports of a source, and those of them that stand at its top or in an `if` there.
+
+    Several rules look at the same files. Their trees are not kept: collections of garbage, which
+    would go through all of them again and again, took most of the time of the rules.
+    """
+    body = ast.parse(source).body
+    top = [n for each in body for n in (each.body if isinstance(each, ast.If) else [each])]
+    imports = functools.partial(filter, lambda n: isinstance(n, ast.Import | ast.ImportFrom))
+    return list(imports(statements(body))), list(imports(top))
 
 
 def imported_modules(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> set[str]:
@@ -270,7 +287,7 @@ def violations(path: Path, source: str) -> list[str]:
         entry: floor for floor, entries in enumerate(FLOORS.get(room, [])) for entry in entries
     }
     found = []
-    for module in sorted(imported_modules(ast.walk(parsed(source)), ("pyops", *place[:-1]))):
+    for module in sorted(imported_modules(imports_of(source)[0], ("pyops", *place[:-1]))):
         other, *rest = module.split(".")[1:]
         if other != room and other in LAYER_OF:
             sideways = LAYER_OF[other] == LAYER_OF[room] and other not in SAME_LAYER_ALLOWED.get(
@@ -359,13 +376,7 @@ def files_that_circle() -> list[str]:
     graph = {}
     for path in package_files():
         place = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        tree = parsed(path.read_text())
-        body = [
-            n
-            for statement in tree.body
-            for n in (statement.body if isinstance(statement, ast.If) else [statement])
-        ]
-        modules = imported_modules(body, place[:-1])
+        modules = imported_modules(imports_of(path.read_text())[1], place[:-1])
         graph[".".join(place)] = {name for m in modules for name in (m, m.rpartition(".")[0])}
     while leaves := [
         module for module, others in graph.items() if not others & (set(graph) - {module})

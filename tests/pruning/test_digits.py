@@ -51,6 +51,7 @@ def test_gradually_the_accuracy_stays(digits: runs.Digits, sparsity: float, seed
         assert statistics.mean(slowly) >= max(map(statistics.mean, small)) + 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rounds", "epochs", "seeds"), [(3, 24, 1), full(8, runs.DENSE_EPOCHS, 3)])
 def test_a_ticket_beats_another_draw(digits: runs.Digits, rounds: int, epochs: int, seeds: int):
     gaps = []

@@ -19,6 +19,7 @@ from pyops.parallel import ParallelPlan, parallelize
 from pyops.pruning import Masks, hold, magnitude, masks_from_state, masks_state
 from pyops.tensor_parallel import RowParallelLinear
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.grids import full
 from tests.parallel.test_trainer import rows_for
 from tests.parallel.tiny_transformers import make_model
 
@@ -136,7 +137,7 @@ def _state(bits: Bits) -> dict[str, Any]:
     return {**state, "bits": bits}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [full(2), full(3), 4])
 def test_the_same_bits_on_every_layout(world, size: int):
     scopes = {2: list(SCOPES), 3: ["global"], 4: ["padded"]}[size]
     for wrong in world(size).run(of_layouts, scopes):
@@ -169,6 +170,7 @@ def of_plans(rank: int, group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_models_on_plans(world):
     for wrong in world(2).run(of_plans):
         assert wrong == []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyops.models import GPT, GPTConfig
 from pyops.pruning import NM, channel_sets, inverse, masks_of, nm_masks, permute, rearrange
 from pyops.pruning.symmetries import moves
+from tests.grids import full
 from tests.pruning.permuted_models import MODELS, TEXT, outputs, randomized
 
 pytestmark = pytest.mark.cpu_only
@@ -69,7 +70,7 @@ def test_outputs_and_gradients_stay(kind: str):
         assert float((p.detach() - grads[name]).abs().max()) <= 1e-11 * size, name
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert", "vit", "t5", "coatnet"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "vit", "t5", full("coatnet")])
 def test_every_part_of_a_set_is_needed(kind: str):
     """Without one of them the model computes something else: norms, biases, running statistics,
     tables."""

@@ -57,6 +57,7 @@ def check_digits(seeds: int, *, epochs: int) -> None:
         assert aware[4] >= exact - 0.3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seeds", [1, full(5)])
 def test_digits(seeds: int):
     check_digits(seeds, epochs=40 if seeds > 1 else 15)

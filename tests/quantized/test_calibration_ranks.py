@@ -94,6 +94,7 @@ def compare(own: list[Tensor], expected: list[Tensor]) -> None:
         assert b.abs().max() > 0 or b.numel() == 1
 
 
+@pytest.mark.full
 def test_layers_cut_over_two_ranks(world, alone):
     for results in world(2).run(cut):
         for method, own in results.items():

@@ -24,6 +24,7 @@ from pyops.tensor_parallel import (
     sync_partial_grads,
 )
 from tests.adapters.adapted import filled, whole_gradients
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -89,7 +90,7 @@ def of_one_process() -> dict[str, Tensor]:
     return outputs(0, ALONE)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [full(2), 4])
 def test_the_bits_of_one_process(world, ranks):
     expected = of_one_process()
     for found in world(ranks).run(outputs):
@@ -199,6 +200,7 @@ def gradients_alone() -> dict[str, Any]:
     return gradients(0, ALONE)
 
 
+@pytest.mark.full
 def test_adapters_on_codes_have_the_gradients_of_one_process(world):
     for found in world(2).run(gradients):
         assert found.keys() == gradients_alone().keys()

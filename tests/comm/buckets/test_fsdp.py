@@ -19,6 +19,7 @@ from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.compression.power_sgd import PowerSGD
 from pyops.comm.compression.topk import TopK
+from tests.grids import full
 
 WIDTH = 13  # divides by no number of ranks: FSDP pads
 
@@ -102,7 +103,8 @@ def _steps(rank: int, group: Any, codec: Any, steps: int) -> list[tuple[float, f
 
 
 @pytest.mark.parametrize(
-    ("size", "codec"), [(2, OneBit(block=64)), (3, OneBit(block=64)), (4, Int8()), (2, TopK(0.1))]
+    ("size", "codec"),
+    [full(2, OneBit(block=64)), (3, OneBit(block=64)), (4, Int8()), (2, TopK(0.1))],
 )
 def test_nothing_is_lost(world, size: int, codec: Any):
     """Sum of the outputs + mean of the errors = sum of the mean inputs, to the rounding of fp32
@@ -135,6 +137,7 @@ def _train(rank: int, group: Any, codec: Any) -> tuple[list[Tensor], list[Tensor
     return reduced, exact, losses[0], losses[-1]
 
 
+@pytest.mark.full
 def test_fsdp_trains_with_it(world):
     for reduced, exact, first, last in world(2).run(_train, Int8(block=64)):
         for ours, mean in zip(reduced, exact, strict=True):

@@ -52,7 +52,7 @@ NAMES = ("auto", "ring", "two_shot", "shared_memory")
 # algorithm, four where there are more turns of a ring and more parts of shared memory.
 KEPT = [
     *((3, name) for name in NAMES),
-    *((2, "auto"), (2, "shared_memory"), (4, "ring"), (4, "shared_memory")),
+    *((2, "shared_memory"), (4, "shared_memory")),
 ]
 
 

@@ -57,9 +57,9 @@ WITHOUT = {
 def report(folder: Path, *which: str) -> str:
     """What ThreadSanitizer says of the tree in `folder`; skips where it can't run."""
     runtime, race, program = folder / "runtime.o", folder / "race.o", folder / "race"
-    compile_with(AT_ONCE, "-g", "-DPYOPS_TSAN", "-c", RUNTIME / "runtime.cpp", "-o", runtime)
+    compile_with(AT_ONCE, "-O1", "-g", "-DPYOPS_TSAN", "-c", RUNTIME / "runtime.cpp", "-o", runtime)
     source = EMULATION / "race.cpp"
-    compile_with(AT_ONCE, "-g", "-fsanitize=thread", f"-I{folder}", "-c", source, "-o", race)
+    compile_with(AT_ONCE, "-O1", "-g", "-fsanitize=thread", f"-I{folder}", "-c", source, "-o", race)
     compile_with("-fsanitize=thread", race, runtime, "-o", program, "-lpthread")
     if shutil.which("setarch") is None:
         pytest.skip("no setarch: ThreadSanitizer needs addresses that are not random")

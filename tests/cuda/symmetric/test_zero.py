@@ -86,7 +86,7 @@ def _both(
 
 @pytest.mark.parametrize(
     ("size", "stage", "precision", "many"),
-    [(2, 1, None, 1), (3, 2, None, 2), (2, 2, "bf16", 1), full(3, 1, "bf16", 2)],
+    [full(2, 1, None, 1), (3, 2, None, 2), (2, 2, "bf16", 1), full(3, 1, "bf16", 2)],
 )
 def test_one_kernel_trains_as_three_collectives_do(
     world, symmetric, tmp_path: Path, size, stage, precision, many

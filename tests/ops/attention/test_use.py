@@ -25,6 +25,7 @@ def tensors(device: torch.device, dtype: torch.dtype = torch.float64) -> list[Te
     return [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
 
 
+@pytest.mark.full
 def test_gradcheck(device: torch.device):
     def call(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         y, lse = ops.attention_with_lse(

@@ -102,6 +102,7 @@ def test_sums_over_rows_that_fit_without_them(monkeypatch: pytest.MonkeyPatch):
             forward_and_backward(shape, dtypes, whole=True)
 
 
+@pytest.mark.full
 def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
     """More tiles than blocks: each block walks several tiles, the last ones past the end."""
     monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 3)

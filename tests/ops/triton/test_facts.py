@@ -162,6 +162,7 @@ def test_two_compilers_beside_each_other(tmp_path, capsys, monkeypatch):
     assert compare({name: ONE}, {name: ONE}) == ([], [unneeded])
 
 
+@pytest.mark.full
 def test_a_slow_kernel_is_not_alike(found, monkeypatch):
     """One warp for what eight have: most of a multiprocessor's threads find no registers."""
     name = "cross_entropy: statistics 131072 bf16: statistics"

@@ -89,7 +89,8 @@ def differences_of(group: dist.ProcessGroup | None, name: str, sp: bool) -> dict
 
 # One rank, which cuts nothing, has the sums of four of which nothing is added.
 @pytest.mark.parametrize(
-    ("size", "sp"), [full(1, False), full(2, False), (4, False), (2, True), full(4, True)]
+    ("size", "sp"),
+    [(4, False), *(full(*each) for each in ((1, False), (2, False), (2, True), (4, True)))],
 )
 def test_logits_and_gradients_are_those_of_one_rank(world, size: int, sp: bool):
     names = [name for name in MODELS if not (sp and name in WITHOUT_BLOCKS)]

@@ -155,8 +155,8 @@ def test_models_have_the_20_losses_of_one_rank_on_every_grid(mode, shape, make, 
 @pytest.mark.parametrize(
     ("mode", "shape", "make", "kind", "steps"),
     [
-        ("2d", (2, 2), gpt, "gpt2", 5),
-        ("2.5d", (2, 2, 2), gpt, "gpt2", 2),
+        full("2d", (2, 2), gpt, "gpt2", 5),
+        full("2.5d", (2, 2, 2), gpt, "gpt2", 2),
         ("3d", (2, 2, 2), gpt, "llama", 2),
         ("2d", (2, 2), vit, "vit", 2),
     ],
@@ -246,7 +246,12 @@ def clipped(rank: int, group: Any, **of: Any) -> tuple[list[float], list[float],
 
 @pytest.mark.parametrize(
     ("mode", "shape"),
-    [("2d", (2, 2)), ("2.5d", (4, 1, 1)), full("2.5d", (2, 2, 2)), full("3d", (2, 2, 2))],
+    [
+        ("2d", (2, 2)),
+        full("2.5d", (4, 1, 1)),
+        full("2.5d", (2, 2, 2)),
+        full("3d", (2, 2, 2)),
+    ],
 )
 def test_processes_clip_the_norm_of_the_whole_gradient(world, mode, shape):
     losses, norms, _ = clipped(0, ALONE)

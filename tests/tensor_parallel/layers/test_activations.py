@@ -12,6 +12,7 @@ from benchmarks.parallel.tensor.bench_activations import SCHEMES, Sizes, measure
 from pyops import recompute
 from pyops.models.gpt import GPT, GPTConfig
 from pyops.tensor_parallel import Dropout, set_dropout, sync_partial_grads
+from tests.grids import full
 
 pytestmark = pytest.mark.cpu_only
 
@@ -83,7 +84,7 @@ def recomputed(rank: int, group: dist.ProcessGroup | None) -> None:
                 assert torch.equal(ours, theirs), (choice, sp)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [full(1), 2])
 def test_recomputation_with_dropout_changes_no_bit(world, size: int):
     if size > 1:
         world(size).run(recomputed)

@@ -131,9 +131,9 @@ def errors(
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [
-        *((size, torch.float64) for size in (1, 3, 4)),
+        *((size, torch.float64) for size in (1, 3)),
         # float64 shows what is added where; float32 that sums of parts lose nothing
-        full(2, torch.float64),
+        *(full(size, torch.float64) for size in (2, 4)),
         pytest.param(2, torch.float32, marks=pytest.mark.cpu_only),
         *(
             pytest.param(size, torch.float32, marks=[pytest.mark.cpu_only, pytest.mark.full])

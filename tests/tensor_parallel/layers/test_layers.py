@@ -301,6 +301,7 @@ def test_dropout_wants_a_state_in_training_only():
         configured(ParallelMLP, 4, 8, activation="swish")
 
 
+@pytest.mark.full
 @pytest.mark.real_device
 def test_one_rank_alone_compiles_in_one_graph():
     block = Block(LayerNorm, gated=False, kv_heads=2, p=0.3)
