@@ -17,7 +17,7 @@ from pyops.models import GPT, GPTConfig, generate
 from pyops.models.generation import decoders, token_step
 from pyops.models.generation.decoders import GPTDecoder
 from pyops.quantized import Int4, Int8, Scheme, convert
-from pyops.tensor_parallel import RowSpan, initialize_model_
+from pyops.tensor_parallel import RMSNorm, RowSpan, initialize_model_
 
 pytestmark = pytest.mark.cpu_only
 
@@ -124,6 +124,23 @@ def test_blocks_at_once_have_the_bits_of_the_list(kind, scheme, begun, monkeypat
     monkeypatch.setattr(token_step, "_stack", lambda blocks: None)
     expected = logits_of_steps(model, begun, stepped=True)
     assert all(map(torch.equal, found, expected))
+
+
+def test_norms_whose_weight_is_an_offset_from_one():
+    """In all blocks, and so in one call."""
+    model = made()
+    before, _ = logits_of_steps(model, BEGUN, stepped=True)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.offset = 1.0
+    with torch.no_grad():
+        step = GPTDecoder(model, [1]).step
+    assert step is not None
+    assert step._stack is not None
+    logits, _ = logits_of_steps(model, BEGUN, stepped=True)
+    expected, _ = logits_of_steps(model, BEGUN, stepped=False)
+    assert_equal_but_for_rounding(logits, expected)
+    assert (logits - before).abs().max() > 0.1
 
 
 def norms_of_another_eps(model: GPT) -> None:
