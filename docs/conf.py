@@ -47,6 +47,8 @@ NAME = re.compile(r"(`[^`\n]+`)(\w?)")  # in `Later`s reStructuredText needs a m
 MARKUP = re.compile(r"[*|]|(?<=\w)_(?!\w)")  # docstrings are plain text with `names`
 COLUMNS = re.compile(r"\S {3,}\S")  # a line of a table or picture
 API = Path(__file__).parent / "api"
+DEEPEST = 2  # titles of pages in the sidebar: of the reference, and of its subpackages
+SOURCE_TREES: dict[int, str] = {}
 
 
 def write_reference(app: Any) -> None:
@@ -126,6 +128,26 @@ def show_pictures(
     lines[:] = shown
 
 
+def shorten_navigation(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: object
+) -> None:
+    """Make the tree of pages in the sidebar from their titles alone, and once for all sources of
+    one depth, which are most pages: Sphinx would copy all names of the reference for each."""
+    make = context["toctree"]
+
+    def tree(**options: Any) -> str:
+        options["maxdepth"] = DEEPEST
+        if not page.startswith("_modules/"):
+            return str(make(**options))
+        depth = page.count("/")  # from which links to other pages follow
+        if depth not in SOURCE_TREES:
+            SOURCE_TREES[depth] = make(**options)
+        return SOURCE_TREES[depth]
+
+    context["toctree"] = tree
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_reference)
+    app.connect("html-page-context", shorten_navigation, priority=100)  # before the theme
     app.connect("autodoc-process-docstring", show_pictures, priority=100)  # before napoleon
