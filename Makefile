@@ -47,6 +47,7 @@ test: $(VENV)/.built
 test-full: $(VENV)/.built
 	$(BIN)/python -m tests.byte_code
 	$(BIN)/python -m pytest tests -m "full and not cluster" $(PARALLEL)
+	LAUNCHES=all PYTHON=$(BIN)/python bash .ci/triton_facts.sh
 
 cluster: $(VENV)/.cluster
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests/cluster -m "cluster and not full"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What the compiler makes of every Triton kernel, under the Triton that is installed and under the one that the oldest supported
 # torch brings: registers, spills and instructions within bounds, and as fast under both as far as that can be read from them
-# (benchmarks/ops/machine_code/triton_facts.py). Every launch of tests/ops/triton/test_ahead.py compiles under the older one too.
-# Fetches the older Triton once, into build/.
+# (benchmarks/ops/machine_code/triton_facts.py). Every kernel compiles under the older one too, and with LAUNCHES=all, as in
+# make test-full, every launch of tests/ops/triton/test_ahead.py. Fetches the older Triton once, into build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -18,5 +18,7 @@ PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m benchmarks.
 older=$!
 PYTHONPATH=. TRITON_CACHE_DIR=build/triton-cache "$PYTHON" -m benchmarks.ops.machine_code.triton_facts build/triton-facts.json
 wait "$older"
-PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 -m full tests/ops/triton/test_ahead.py
+launches=()
+[ "${LAUNCHES:-}" != all ] || launches=(-m full)
+PYTHONPATH="$folder:." TRITON_CACHE_DIR="$folder/cache" "$PYTHON" -m pytest -q -p no:cacheprovider -n 2 "${launches[@]}" tests/ops/triton/test_ahead.py
 PYTHONPATH=. "$PYTHON" -m benchmarks.ops.machine_code.triton_facts "$folder/facts.json" build/triton-facts.json

@@ -22,10 +22,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pyops import random
+from pyops.comm.agreement import gather_numbers
 from pyops.elastic.frozen.activation_cache import ActivationCache
 from pyops.elastic.layout.padded_batch import PADDING, indices_of
 from pyops.pipeline.runtime.microbatch import num_rows
@@ -52,6 +54,8 @@ class FrozenLayers(nn.Module):
             disk, or of a disk, it ends by itself, said once.
         chunk: Rows that are computed at a time. At the first forward it is halved until a sample's
             bits are found to depend neither on its place nor on the others, at the latest at 1.
+        group: Of the ranks that share out the tokens of each row and compute a chunk together: it
+            has the same number of rows on all. None: each row is whole on this rank.
         stored: A dtype to which the output of each layer is rounded, and back; that of the cache by
             default. A cache of 16 bits is then of a run whose frozen layers are rounded: the bits
             are no longer those without it, but still the same whether they are read, gone on from
@@ -68,6 +72,7 @@ class FrozenLayers(nn.Module):
         cache: ActivationCache | None = None,
         chunk: int = 8,
         stored: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -82,6 +87,7 @@ class FrozenLayers(nn.Module):
                 f"stored is {stored}, but the cache keeps {cache.stored}; give one of them"
             )
         self.cache, self.chunk, self.seed = cache, chunk, 0
+        self._group = group
         self.stored = cache.stored if cache is not None else stored
         self._names = [named_arguments(layer) for layer in self.layers]
         self.named_arguments = frozenset({"samples"}).union(*self._names)  # for Pipeline
@@ -248,9 +254,13 @@ class FrozenLayers(nn.Module):
             rows = torch.arange(self.chunk, device="cpu") % batch.rows
             straight, turned = (self._computed(batch, each) for each in (rows, rows.flip(0)))
             same = self._computed(batch, torch.zeros_like(rows))
-            if torch.equal(straight, turned.flip(0)) and torch.equal(
+            alike = torch.equal(straight, turned.flip(0)) and torch.equal(
                 same, straight[:1].expand_as(same)
-            ):
+            )
+            if self._group is not None:
+                told = gather_numbers([float(alike)], device=straight.device, group=self._group)
+                alike = all(of_rank == [1.0] for of_rank in told)
+            if alike:
                 self._verified = True
                 break
             self.chunk //= 2

@@ -7,6 +7,7 @@ ends.
     dp_group          0 2 | 1 3        the ranks that hold the same stage
     tp_group                           with tensor: the neighbors that share its weights; each of
                                        their parts then has a dp_group
+    cp_group                           with a context: the neighbors that share out tokens
 
 The first two are made once, and outlive every layout. Who waits learns at once when a rank dies;
 that one only hangs, after the default group's timeout: in the waiting group, where an idle rank's
@@ -169,6 +170,8 @@ class LayoutGroups:
             one stage, and on an idle rank.
         dp_group: Of the ranks that hold this rank's stage, by replica and by part; None with one
             rank, and on an idle one.
+        tp_group: Of the neighbors that share this rank's weights; None where none do.
+        cp_group: Of the neighbors that share out the tokens of its samples; None where none do.
 
     Raises:
         ValueError: On every rank alike, for another number of ranks, and for layouts that differ
@@ -178,6 +181,7 @@ class LayoutGroups:
     pp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -218,6 +222,9 @@ class LayoutGroups:
                 self.dp_group = self._made(members, rank, limit) or self.dp_group
             for first in range(0, layout.active if layout.tensor > 1 else 0, layout.tensor):
                 self.tp_group = self._made(layout.tp_ranks(first), rank, limit) or self.tp_group
+            if layout.context > 1:
+                for members in dict.fromkeys(map(layout.cp_ranks, range(layout.active))):
+                    self.cp_group = self._made(members, rank, limit) or self.cp_group
         except RuntimeError as caught:
             error = caught
         agree(error, group=control_group)
@@ -231,8 +238,8 @@ class LayoutGroups:
         """Destroy the groups, and let go of the threads and the shared memory that collectives made
         for them. What else uses them (Pipeline, ZeroOptimizer) is to be closed before. Not a
         collective; a second time it does nothing."""
-        for group in (self.pp_group, self.dp_group, self.tp_group):
+        for group in (self.pp_group, self.dp_group, self.tp_group, self.cp_group):
             if group is not None:
                 release(group)
                 dist.destroy_process_group(group)
-        self.pp_group = self.dp_group = self.tp_group = None
+        self.pp_group = self.dp_group = self.tp_group = self.cp_group = None

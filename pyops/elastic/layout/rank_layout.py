@@ -165,6 +165,15 @@ class Layout:
         first = self._active(rank) // self.tensor * self.tensor
         return tuple(range(first, first + self.tensor))
 
+    def cp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The neighbors that share out the tokens of an active rank's samples, itself included.
+
+        Raises:
+            ValueError: For an idle one.
+        """
+        first = self._active(rank) // self.parts * self.parts + rank % self.tensor
+        return tuple(range(first, first + self.parts, self.tensor))
+
     def dp_ranks(self, stage: int, part: int = 0) -> tuple[int, ...]:
         """The ranks that hold the same stage, by replica, and by part of the context.
 

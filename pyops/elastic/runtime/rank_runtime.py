@@ -274,7 +274,10 @@ class RankRuntime:
             return None
         frozen = list(self.layers.values())[: self.layout.frozen]
         return FrozenLayers(
-            frozen, chunk=self._options.chunk, stored=self.host_cache.options.stored
+            frozen,
+            chunk=self._options.chunk,
+            stored=self.host_cache.options.stored,
+            group=self._groups.cp_group,
         )
 
     def states(self) -> dict[int, LayerState]:

@@ -186,6 +186,19 @@ def test_chunks_are_as_small_as_they_must_be(layer: nn.Module, chunk: int):
     )
 
 
+def _share_tokens(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Bits of rank 1 alone depend on a row's place."""
+    layer = Fickle(place=4) if rank else Fickle()
+    shared, own = FrozenLayers([layer], chunk=8, group=group), FrozenLayers([layer], chunk=8)
+    for prefix in (shared, own):
+        prefix(torch.randn(9, 6))
+    return shared.chunk, own.chunk
+
+
+def test_ranks_that_share_out_tokens_compute_as_many_rows_at_a_time(world):
+    assert world(2).run(_share_tokens) == [(2, 8), (2, 2)]
+
+
 def test_what_was_computed_in_other_chunks_is_not_used():
     cache, x, samples = ActivationCache(4, shape=(6,)), torch.randn(4, 6), torch.arange(4)
     FrozenLayers([Fickle()], chunk=4, cache=cache)(x, samples=samples)

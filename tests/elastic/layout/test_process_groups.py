@@ -45,6 +45,21 @@ def members_body(rank, group, layouts):
     return found
 
 
+def neighbors_body(rank, group, layout):
+    message = make_control_group()
+    active = LayoutGroups(layout, control_group=message)
+    found = dist.get_process_group_ranks(active.cp_group)
+    active.close()
+    dist.destroy_process_group(message)
+    return found, active.cp_group
+
+
+def test_neighbors_that_share_tokens_have_a_group(world):
+    layout = Layout(4, 2, 1, (0, 1, 3), context=2)
+    found = world(4).run(neighbors_body, layout)
+    assert found == [([0, 1], None)] * 2 + [([2, 3], None)] * 2
+
+
 def test_members(world):
     layouts = [
         Layout(4, 2, 2, (0, 1, 3)),

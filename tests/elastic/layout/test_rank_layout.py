@@ -37,6 +37,7 @@ def test_neighbors_that_share_tokens_hold_the_same_layers_in_every_layout():
     assert [one.replica(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [two.pp_ranks(1, part) for part in range(2)] == [(4, 6), (5, 7)]
     assert (two.dp_ranks(1), one.dp_ranks(0)) == ((2, 3, 6, 7), tuple(range(8)))
+    assert [two.cp_ranks(rank) for rank in (0, 3, 6)] == [(0, 1), (2, 3), (6, 7)]
     assert [two.is_first(rank) for rank in range(8)] == [True, False, True] + [False] * 5
     assert (two.active, two.is_active(8)) == (8, False)
     assert {target for move in moves(two, one) for target in move.targets} == set(range(8))
@@ -49,6 +50,8 @@ def test_neighbors_that_share_weights_sum_gradients_with_those_of_the_same_part(
     assert [layout.replica(rank) for rank in range(8)] == [0] * 4 + [1] * 4
     assert [layout.dp_ranks(0, part) for part in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert [layout.tp_ranks(rank) for rank in (0, 3, 6)] == [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)]
+    both = Layout(ranks=8, stages=1, replicas=2, boundaries=(0, 5), context=2, tensor=2)
+    assert [both.cp_ranks(rank) for rank in (0, 3, 6)] == [(0, 2), (1, 3), (4, 6)]
     assert [layout.is_first(rank) for rank in range(8)] == [True] * 4 + [False] * 4
     assert (layout.active, layout.is_active(8)) == (8, False)
 

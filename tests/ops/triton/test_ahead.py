@@ -283,7 +283,7 @@ def test_each_kernel_compiles_for_sm_90(stem: str):
     assert compile_all(stem, once=True)
 
 
-# .ci/triton_facts.sh compiles all of them before a change lands.
+# Under the older Triton, too, in `make test-full`.
 @pytest.mark.full
 @pytest.mark.parametrize("stem", STEMS)
 def test_kernels_compile_for_sm_90(stem: str):
