@@ -231,6 +231,7 @@ OTHERWISE = {
     "elastic.LayoutGroups": "the group of all ranks, or None for one process, is always given",
     "elastic.abort_on_failure": "is around what ranks do in groups that they have",
     "elastic.ActivationCache": "memory of this process alone",
+    "elastic.FrozenLayers": "this process alone, by default",
     "elastic.open_cache": "memory of this process alone",
     "config.ZeroConfig": "options of ZeroOptimizer",
     "zero.ZeroConfig": "options of ZeroOptimizer",

@@ -120,7 +120,11 @@ struct Coded {
                                                                   : ScalarType::Byte;
         codes = of_dtype(c, dtype, rows * row_bytes, op, "codes");
         scales = of_dtype(s, ScalarType::Float, rows * groups, op, "scales");
-        if (z) zeros = of_dtype(*z, ScalarType::Int, rows * groups, op, "zero_points");
+        if (z) {
+            require(z->dim() == 2 && z->sizes()[1] == groups, "pyops::", op,
+                    ": zero_points must be [", rows, ", ", groups, "], got shape ", Shape{*z});
+            zeros = of_dtype(*z, ScalarType::Int, rows * groups, op, "zero_points");
+        }
     }
     const uint8_t* code_data() const { return static_cast<const uint8_t*>(codes.data_ptr()); }
     const float* scale_data() const { return static_cast<const float*>(scales.data_ptr()); }

@@ -27,6 +27,8 @@ Tensor code_rows_product(const Tensor x, const Tensor codes, const Tensor scales
     CodeProduct rows = product_of(coded, x.sizes()[0], width, bits, dtype);
     std::optional<Tensor> own_bias;
     if (bias) {
+        require(bias->dim() == 1, "pyops::", op, ": bias must be [", rows.outputs, "], got shape ",
+                Shape{*bias});
         own_bias = of_dtype(*bias, ScalarType::Float, rows.outputs, op, "bias");
         rows.bias = static_cast<const float*>(own_bias->data_ptr());
     }

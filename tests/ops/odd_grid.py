@@ -136,6 +136,8 @@ def problem(op: str, place: Place, odd: str) -> str | None:
     try:
         expected = results_of(reference_of(op), op, place, odd, plain=True)
     except Exception as error:
+        if odd == "meta" and isinstance(error, NotImplementedError):
+            return None  # plain torch looks at numbers, of which the op's answer has none
         return f"ran where plain torch raises {type(error).__name__}: {error}"
     actual = results_of(getattr(torch.ops.pyops, op).default, op, place, odd)
     try:

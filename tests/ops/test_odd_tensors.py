@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pyops.ops.optimizers.step import lists_of
+from pyops.ops.optimizers.table import COLUMNS
 from tests.odd_input.runs import wrong_in
 
 pytestmark = pytest.mark.cpu_only
@@ -51,4 +53,23 @@ def test_meta_beside_real_tensors_is_refused_as_plain_torch_does():
     with pytest.raises(RuntimeError, match=r"argument 1 is on cpu, argument 2 is on meta"):
         torch.ops.pyops.rms_norm.default(
             torch.ones(2, 3), torch.ones(3, device="meta"), eps=1e-6, offset=0.0
+        )
+
+
+def test_pointers_are_read_of_a_table_alone():
+    table = torch.zeros(2, COLUMNS, dtype=torch.int64)
+    assert len(lists_of(table)[0][0]) == 2
+    for other in (table.int(), table[:1].expand(2, -1), table[:, 1:], table[0]):
+        with pytest.raises(ValueError, match=rf"contiguous int64 \[n, {COLUMNS}\].*got torch.int"):
+            lists_of(other)
+
+
+def test_zero_points_and_biases_of_other_shapes_are_named():
+    codes, scales = torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 1)
+    zeros, x = torch.zeros(4, 1, dtype=torch.int32), torch.ones(2, 6)
+    with pytest.raises(RuntimeError, match=r"zero_points must be \[4, 1\], got shape \[1, 4, 1\]"):
+        torch.ops.pyops.code_rows_product.default(x, codes, scales, zeros[None], None, bits=8)
+    with pytest.raises(RuntimeError, match=r"bias must be \[4\], got shape \[1, 4\]"):
+        torch.ops.pyops.code_rows_product.default(
+            x, codes, scales, zeros, torch.zeros(1, 4), bits=8
         )

@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -30,6 +29,7 @@ from pyops import random
 from pyops.comm.agreement import gather_numbers
 from pyops.elastic.frozen.activation_cache import ActivationCache
 from pyops.elastic.layout.padded_batch import PADDING, indices_of
+from pyops.mesh import ALONE, ProcessGroupLike
 from pyops.pipeline.runtime.microbatch import num_rows
 from pyops.pipeline.runtime.stage import named_arguments
 
@@ -55,7 +55,7 @@ class FrozenLayers(nn.Module):
         chunk: Rows that are computed at a time. At the first forward it is halved until a sample's
             bits are found to depend neither on its place nor on the others, at the latest at 1.
         group: Of the ranks that share out the tokens of each row and compute a chunk together: it
-            has the same number of rows on all. None: each row is whole on this rank.
+            has the same number of rows on all. By default each row is whole on this rank.
         stored: A dtype to which the output of each layer is rounded, and back; that of the cache by
             default. A cache of 16 bits is then of a run whose frozen layers are rounded: the bits
             are no longer those without it, but still the same whether they are read, gone on from
@@ -72,7 +72,7 @@ class FrozenLayers(nn.Module):
         cache: ActivationCache | None = None,
         chunk: int = 8,
         stored: torch.dtype | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: ProcessGroupLike = ALONE,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -257,10 +257,8 @@ class FrozenLayers(nn.Module):
             alike = torch.equal(straight, turned.flip(0)) and torch.equal(
                 same, straight[:1].expand_as(same)
             )
-            if self._group is not None:
-                told = gather_numbers([float(alike)], device=straight.device, group=self._group)
-                alike = all(of_rank == [1.0] for of_rank in told)
-            if alike:
+            told = gather_numbers([float(alike)], device=straight.device, group=self._group)
+            if all(of_rank == [1.0] for of_rank in told):
                 self._verified = True
                 break
             self.chunk //= 2

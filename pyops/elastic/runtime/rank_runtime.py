@@ -39,6 +39,7 @@ from pyops.elastic.planning.packing import Packing
 from pyops.elastic.planning.trial import RowsOf, Trial
 from pyops.elastic.policy.gradient_meter import Meter
 from pyops.elastic.runtime.replica_worker import MakeOptimizer, ReplicaWorker, make_pipeline
+from pyops.mesh import ALONE
 from pyops.pipeline import Pipeline
 
 __all__ = ["RankRuntime", "RuntimeOptions"]
@@ -277,7 +278,7 @@ class RankRuntime:
             frozen,
             chunk=self._options.chunk,
             stored=self.host_cache.options.stored,
-            group=self._groups.cp_group,
+            group=self._groups.cp_group or ALONE,
         )
 
     def states(self) -> dict[int, LayerState]:

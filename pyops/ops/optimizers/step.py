@@ -234,9 +234,12 @@ def lists_of(table: Tensor) -> tuple[list[list[Tensor]], list[int]]:
         raise RuntimeError(
             "without kernels a table works on the CPU only; call the op on lists instead"
         )
-    if table.dim() != 2 or table.shape[1] != COLUMNS:
+    # Its numbers are pointers: others, or in another order, are addresses of nothing.
+    made = table.dtype == torch.int64 and table.dim() == 2 and table.is_contiguous()
+    if not made or table.shape[1] != COLUMNS:
         raise ValueError(
-            f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}"
+            f"table must be a contiguous int64 [n, {COLUMNS}], made by optimizer_table; got "
+            f"{table.dtype} {tuple(table.shape)} of strides {table.stride()}"
         )
     none, rows = torch.empty(0, device="cpu"), table.tolist()
     lists: list[list[Tensor]] = [

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -89,7 +90,11 @@ def ends(processes: Sequence[Any], folder: Path) -> tuple[list[int | None], str]
         except subprocess.TimeoutExpired:
             codes.append(None)
     for each in processes:
-        each.kill()
+        # Ranks of an agent that is killed would go on without it.
+        running = isinstance(each, subprocess.Popen) and each.poll() is None
+        ranks = psutil.Process(each.pid).children(recursive=True) if running else []
+        for process in (each, *ranks):
+            process.kill()
     said = [f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("said-by-*"))]
     return codes, "".join(said)
 
