@@ -47,6 +47,7 @@ test: $(VENV)/.built
 test-full: $(VENV)/.built
 	$(BIN)/python -m tests.byte_code
 	$(BIN)/python -m pytest tests -m "full and not cluster" $(PARALLEL)
+	ARCHITECTURES=all PYTHON=$(BIN)/python bash .ci/compile_cuda.sh
 	LAUNCHES=all PYTHON=$(BIN)/python bash .ci/triton_facts.sh
 
 cluster: $(VENV)/.cluster

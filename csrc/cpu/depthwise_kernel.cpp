@@ -23,28 +23,37 @@ struct Count {
     static constexpr int value = N;
 };
 
-// Pixels of the largest blocks: as many as there are registers for. Each size is compiled eight times
-// over for a dtype: float64, which nobody trains images in, has small ones.
-template <typename T>
+#if defined(__x86_64__) && !defined(__AVX2__)
+constexpr bool RARE_PROCESSOR = true;  // older than AVX2
+#else
+constexpr bool RARE_PROCESSOR = false;
+#endif
+
+// Pixels of the largest blocks: as many as there are registers for. Every size is compiled anew for
+// each dtype, stride and set of results, and takes most of this file's compile time. float64 and the
+// processors that few have get small blocks; so does a backward pass for the input or for the taps
+// ALONE, which only a frozen layer asks for.
+template <typename T, bool ALONE = false>
 constexpr int most_pixels() {
-    return sizeof(T) > 4 ? 2 : Wide<T>::N < 16 ? 4 : 8;
+    if (sizeof(T) > 4 || RARE_PROCESSOR) return 2;
+    return (Wide<T>::N < 16 ? 4 : 8) / (ALONE ? 2 : 1);
 }
 
 // Whether blocks of this size check for columns beyond the image wherever they are. Only the largest
 // have code without the checks for the inside of an image: in small ones, which are mostly at an
-// edge, it gains nothing, and compiling it took a fifth of this file's time.
-template <typename T>
+// edge, it gains nothing.
+template <typename T, bool ALONE = false>
 constexpr bool always_check(int pixels) {
-    return sizeof(T) > 4 || pixels < most_pixels<T>();
+    return most_pixels<T>() <= 2 || ALONE || pixels < most_pixels<T>();
 }
 
-// Calls f(Count<P>{}, start) on blocks of the most pixels, and of 4, 2 and 1 for the rest.
-template <typename T, typename F>
+// Calls f(Count<P>{}, start) on blocks of MOST pixels, and of 4, 2 and 1 for the rest.
+template <int MOST, typename F>
 inline PYOPS_INLINE void by_blocks(int64_t pixels, const F& f) {
     int64_t start = 0;
-    if constexpr (most_pixels<T>() >= 8)
+    if constexpr (MOST >= 8)
         for (; start + 8 <= pixels; start += 8) f(Count<8>{}, start);
-    if constexpr (most_pixels<T>() >= 4)
+    if constexpr (MOST >= 4)
         for (; start + 4 <= pixels; start += 4) f(Count<4>{}, start);
     for (; start + 2 <= pixels; start += 2) f(Count<2>{}, start);
     if (pixels & 1) f(Count<1>{}, pixels - 1);
@@ -150,7 +159,7 @@ __attribute__((noinline)) void backward_block(const Line<S>& line, int64_t w, Bl
 
 template <int STRIDE, typename S>
 void forward_line(const Line<S>& line) {
-    by_blocks<Real<S>>(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
+    by_blocks<most_pixels<Real<S>>()>(line.out_width, [&](auto count, int64_t o) PYOPS_INLINE {
         constexpr int P = decltype(count)::value;
         const Block block{P, o == 0, STRIDE * (o + P - 1) + 1 >= line.width};
         if (block.at_an_edge())
@@ -162,7 +171,8 @@ void forward_line(const Line<S>& line) {
 
 template <int STRIDE, bool DX, bool DW, typename S>
 void backward_line(const Line<S>& line) {
-    by_blocks<Real<S>>(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
+    constexpr bool ALONE = DX != DW;
+    by_blocks<most_pixels<Real<S>, ALONE>()>(line.width, [&](auto count, int64_t w) PYOPS_INLINE {
         constexpr int P = decltype(count)::value;
         const bool right =
             STRIDE == 1 ? w + P == line.width : P > 1 && (w + P) / 2 == line.out_width;
@@ -170,7 +180,7 @@ void backward_line(const Line<S>& line) {
         if (block.at_an_edge())
             backward_block<STRIDE, P, true, DX, DW>(line, w, block);
         else
-            backward_block<STRIDE, P, always_check<Real<S>>(P), DX, DW>(line, w, block);
+            backward_block<STRIDE, P, always_check<Real<S>, ALONE>(P), DX, DW>(line, w, block);
     });
 }
 
