@@ -51,7 +51,7 @@ export -f compile depends_on_architecture
 # The longest first, so that none is left to compile alone at the end.
 ls -S csrc/cuda/*.cu | xargs -P 2 -L 1 bash -c 'compile "$0"'
 ld -r -o "$LOGS/all" "$LOGS"/*.o || { echo "CUDA sources: the objects do not link"; exit 1; }
-both=$(cat "$LOGS"/*.also 2>/dev/null | wc -l)
+both=$(cat "$LOGS"/*.also 2>/dev/null | wc -l || true)
 summary="CUDA sources compile for sm_90, $both of them for sm_80 too, nothing in local memory; kernels and most registers:"
 for log in "$LOGS"/*.registers; do summary+=" $(basename "$log" .registers) $(tr ' ' '/' <"$log"),"; done
 echo "${summary%,}"
