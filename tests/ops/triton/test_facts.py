@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.ops.machine_code.ahead import variants
-from benchmarks.ops.machine_code.triton_cases import empty
+from benchmarks.ops.machine_code.triton_cases import TRITON, WITH_PRODUCTS, empty
 from benchmarks.ops.machine_code.triton_facts import (
     BOUNDS,
     EXPLAINED,
@@ -22,6 +22,7 @@ from benchmarks.ops.machine_code.triton_facts import (
     beyond,
     compare,
     facts,
+    kept_cases,
     main,
 )
 from pyops.ops.triton import activation, cross_entropy
@@ -87,7 +88,20 @@ def test_every_kernel_has_bounds():
     assert of_products == launched(folder / "attention"), "a kernel without bounds"
 
 
-@pytest.mark.full  # .ci/triton_facts.sh looks at all cases
+def test_a_case_that_is_left_out_has_another_of_its_kernels_beside_it():
+    def kind(name: str) -> str:
+        return re.sub(r"^(causal|dropout|bias) (?=\d)|\d+|bf16|fp32", "", name)
+
+    every = {case.name for of_stem in (TRITON | WITH_PRODUCTS).values() for case in of_stem()}
+    kept = kept_cases()
+    assert len(kept) < len(every) * 2 / 3
+    assert {kind(name) for name in kept} == {kind(name) for name in every}
+    launches = [name.split(": ") for name in PRODUCTS]
+    kernels = {kernel for _, case, kernel in launches if case in kept}
+    assert kernels == {kernel for *_, kernel in launches}
+
+
+@pytest.mark.full  # .ci/triton_facts.sh looks at them all
 def test_registers_spills_and_instructions_of_every_kernel():
     """Drawing a block of Philox in each of four threads took 213 registers and 179 instructions of
     `bias dropout add`; erf 28 of gelu."""
