@@ -48,7 +48,7 @@ RowStatistics<T> statistics_of(const S* x, const S* residual, Out* sum, T* row, 
 template <bool RMS, bool BIAS, typename Out, typename T>
 void write_row(Out* y, const T* row, const T* scale, const T* bias,
                const RowStatistics<T>& statistics, int64_t n) {
-    across<T>(n, [=](auto lane, int64_t i, int) PYOPS_INLINE {
+    along<T>(n, [=](auto lane, int64_t i) PYOPS_INLINE {
         typename decltype(lane)::type a, w, b;
         load(a, row + i);
         load(w, scale + i);
@@ -136,7 +136,7 @@ void backward_rows(const NormGradient& p, int64_t first, Real<S>* dscale, Real<S
     });
     for (int r = 0; r < R; ++r)
         rows[r].finish(sum_g[r].total(), sum_gd[r].total(), static_cast<T>(n));
-    across<T>(n, [&](auto lane, int64_t i, int) PYOPS_INLINE {
+    along<T>(n, [&](auto lane, int64_t i) PYOPS_INLINE {
         using V = typename decltype(lane)::type;
         V w, weight_sum, bias_sum;
         load(w, scale + i);

@@ -4,6 +4,7 @@
 //                    GCC makes of what there is
 //   across<T>(n, f)  calls f(Lane<V>{}, i, slot) for every stretch of [0, n): V = Wide<T>, and T
 //                    for the rest
+//   along<T>(n, f)   the same without slots: f(Lane<V>{}, i)
 //   Sums<T, SLOTS>   a sum over such a sweep: up to four registers side by side, so that one
 //                    addition need not wait for the last
 #pragma once
@@ -81,6 +82,15 @@ inline __attribute__((always_inline)) void across(int64_t n, const F& f) {
     }
     for (; i + V::N <= n; i += V::N) f(Lane<V>{}, i, 0);
     for (; i < n; ++i) f(Lane<T>{}, i, 0);
+}
+
+// The same where nothing is summed up: no slots, so that f is compiled twice and not six times.
+template <typename T, typename F>
+inline __attribute__((always_inline)) void along(int64_t n, const F& f) {
+    using V = Wide<T>;
+    int64_t i = 0;
+    for (; i + V::N <= n; i += V::N) f(Lane<V>{}, i);
+    for (; i < n; ++i) f(Lane<T>{}, i);
 }
 
 #if defined(__AVX2__)
