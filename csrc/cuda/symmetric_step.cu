@@ -9,13 +9,13 @@
 namespace pyops::cuda {
 namespace {
 
-constexpr const char* OP = "symmetric_adam_from_table_";
+constexpr const char* NAME_OF_STEP = "symmetric_adam_from_table_";
 
 // Bytes from this rank's buffer to that of each rank.
 void set_shifts(int64_t (&shifts)[MAX_PEERS], const Tensors& of, const Peers& peers,
                 const char* name) {
-    require(static_cast<int>(of.size()) == peers.size, "pyops::", OP, ": ", of.size(), " ", name,
-            " of ", peers.size, " ranks");
+    require(static_cast<int>(of.size()) == peers.size, "pyops::", NAME_OF_STEP, ": ", of.size(),
+            " ", name, " of ", peers.size, " ranks");
     const Tensor& mine = of[static_cast<size_t>(peers.rank)];
     const auto from = reinterpret_cast<int64_t>(mine.data_ptr());
     for (int p = 0; p < peers.size; ++p) {
@@ -23,11 +23,11 @@ void set_shifts(int64_t (&shifts)[MAX_PEERS], const Tensors& of, const Peers& pe
         require(t.is_cuda() && t.get_device_index() == mine.get_device_index() &&
                     t.is_contiguous() && t.numel() == mine.numel() &&
                     dtype_code(t) == dtype_code(mine) && dtype_code(t) >= 0,
-                "pyops::", OP, ": ", name,
+                "pyops::", NAME_OF_STEP, ": ", name,
                 " must be contiguous, of one size and dtype, on one device, got ", Shape{t},
                 " beside ", Shape{mine});
         shifts[p] = reinterpret_cast<int64_t>(t.data_ptr()) - from;
-        require(shifts[p] % 16 == 0, "pyops::", OP, ": ", name,
+        require(shifts[p] % 16 == 0, "pyops::", NAME_OF_STEP, ": ", name,
                 " must begin at the same place within 16 bytes on all ranks");
     }
 }
@@ -39,10 +39,11 @@ void symmetric_adam_from_table_(const Tensor table, const Tensors grads, const T
                                 double lr, double beta1, double beta2, double eps,
                                 double weight_decay, bool decoupled, bool maximize) {
     SymmetricStep<Adam> a{};
-    a.peers = peers_of({&pads, &failure, rank, ctas, timeout_ns}, OP);
+    a.peers = peers_of({&pads, &failure, rank, ctas, timeout_ns}, NAME_OF_STEP);
     set_shifts(a.grads, grads, a.peers, "gradients");
     set_shifts(a.params, params, a.peers, "parameters");
-    a.step.rows = static_cast<int>(check_table(table, OP));  // 0: others wait for this rank, too
+    a.step.rows =
+        static_cast<int>(check_table(table, NAME_OF_STEP));  // 0: others wait for this rank, too
     a.step.table = static_cast<int64_t*>(table.data_ptr());
     const Launch on(pads[0]);
     check_scalar(lr_tensor, "lr_tensor", true, true);
@@ -56,7 +57,7 @@ void symmetric_adam_from_table_(const Tensor table, const Tensors grads, const T
     a.scale = static_cast<float>(scale);
     a.in_fp32 = in_fp32;
     symmetric_step_kernel<Adam><<<static_cast<unsigned>(ctas), THREADS, 0, on.stream>>>(a);
-    check_launch(OP);
+    check_launch(NAME_OF_STEP);
 }
 
 }  // namespace
