@@ -26,9 +26,13 @@ folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("llama")
 if len(sys.argv) == 1 and rank == 0:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 dist.barrier()
 

@@ -21,9 +21,13 @@ dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 base = transformers.LlamaForCausalLM(config)  # or from_pretrained("a folder")
 # the head is trained too, for this base knows nothing yet; leave modules_to_save out for yours
 lora = LoraConfig(r=16, target_modules="all-linear", modules_to_save=["lm_head"])

@@ -26,9 +26,13 @@ CHECKPOINT = Path("pretrained/checkpoint")
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # every rank makes the same model
 config = transformers.LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 plan = ParallelPlan(pp=2 if dist.get_world_size() % 2 == 0 else 1, max_grad_norm=1.0)
 trainer = parallelize(
     transformers.LlamaForCausalLM(config), plan, optimizer=lambda p: pyops.optim.AdamW(p, lr=5e-3)

@@ -144,9 +144,18 @@ def test_a_function_calls_others_in_the_place_of_those_of_its_file():
         return weights
 
     arguments = (
-        *(x.transpose(0, 1),) * 3, 4, 2, attention.in_proj_weight, attention.in_proj_bias, None,
-        None, False, 0.5, attention.out_proj.weight, attention.out_proj.bias,
-    )  # fmt: skip
+        *(x.transpose(0, 1),) * 3,
+        4,
+        2,
+        attention.in_proj_weight,
+        attention.in_proj_bias,
+        None,
+        None,
+        False,
+        0.5,
+        attention.out_proj.weight,
+        attention.out_proj.bias,
+    )
     function = nn.functional.multi_head_attention_forward
     found, _ = torch_private.with_functions(function, dropout=drops)(*arguments)
     assert called == [0.5]

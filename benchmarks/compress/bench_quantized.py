@@ -267,9 +267,17 @@ def vision(name: str, device: torch.device) -> Case:
 
 def text(name: str, scheme: Scheme, device: torch.device) -> Case:
     config = GPTConfig(
-        vocab_size=4096, sequence_length=512, num_layers=8, num_heads=8, dim=512, hidden=1408,
-        norm="rmsnorm", activation="swiglu", positions="rotary", bias=False,
-    )  # fmt: skip
+        vocab_size=4096,
+        sequence_length=512,
+        num_layers=8,
+        num_heads=8,
+        dim=512,
+        hidden=1408,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rotary",
+        bias=False,
+    )
     model = GPT(config, seed=0).eval().to(device)
     small = converted(model, scheme)
 

@@ -32,9 +32,18 @@ from benchmarks.instruments import machine
 from benchmarks.instruments.verdicts import verdicts
 
 __all__ = [
-    "Alone", "Case", "FailedCases", "Ranks", "Row", "append_rows", "format_row", "keep_row",
-    "measure", "quantiles", "run_cases",
-]  # fmt: skip
+    "Alone",
+    "Case",
+    "FailedCases",
+    "Ranks",
+    "Row",
+    "append_rows",
+    "format_row",
+    "keep_row",
+    "measure",
+    "quantiles",
+    "run_cases",
+]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Row = dict[str, Any]

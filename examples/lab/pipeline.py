@@ -27,9 +27,12 @@ for stage in range(ranks if rank == 0 else 0):
 for number in (1, 2, 4, 8):
     made = schedule("1f1b", num_stages=ranks, num_microbatches=number)
     pipeline = Pipeline(
-        make_model().layers(), schedule=made, group=dist.group.WORLD, loss=cross_entropy,
+        make_model().layers(),
+        schedule=made,
+        group=dist.group.WORLD,
+        loss=cross_entropy,
         config=PipelineConfig(boundaries=bounds),
-    )  # fmt: skip
+    )
     loss = float(pipeline.step(images, labels))
     pipeline.close()
     bubble = simulate(made, measured.costs(bounds)).bubble

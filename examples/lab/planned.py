@@ -17,7 +17,7 @@ from pyops.plan import (
     best,
     image_memory,
     load_cluster,
-)  # fmt: skip
+)
 from pyops.plan.costs.images import stage_bounds
 
 GB, LIMIT = 1e9, 80

@@ -25,9 +25,12 @@ for micro in (1, 2, 4, 8):
         dp = DEVICES // pp
         number = BATCH // (dp * micro)
         layout = Layout(
-            pp=pp, dp=dp, schedule="1f1b" if pp > 1 else "none", micro_batch=micro,
+            pp=pp,
+            dp=dp,
+            schedule="1f1b" if pp > 1 else "none",
+            micro_batch=micro,
             num_microbatches=number,
-        )  # fmt: skip
+        )
         seconds, memory = measured.step(layout)
         found.append((BATCH / seconds, memory, f"{layout}, {number} micro-batches of {micro}"))
 fastest, largest = max(f[0] for f in found), max(f[1] for f in found)

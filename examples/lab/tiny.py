@@ -7,9 +7,15 @@ from pyops.models import CoAtNet, CoAtNetConfig
 
 def make_model(norm="layer"):
     config = CoAtNetConfig(
-        num_labels=10, image_size=32, num_channels=1, stem_width=16, depths=(1, 1, 2, 1),
-        widths=(16, 32, 64, 96), head_dim=16, norm=norm,
-    )  # fmt: skip
+        num_labels=10,
+        image_size=32,
+        num_channels=1,
+        stem_width=16,
+        depths=(1, 1, 2, 1),
+        widths=(16, 32, 64, 96),
+        head_dim=16,
+        norm=norm,
+    )
     return CoAtNet(config, seed=0)
 
 

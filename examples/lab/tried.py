@@ -28,11 +28,16 @@ found = replace(measure_layers(shape, images=(2, BATCH // ranks)), straggling=0.
 case = ImageCase(shape, Machine.here().cluster(), PYOPS, "fp32", found)
 layouts = [
     Layout(
-        pp=pp, dp=ranks // pp, schedule="1f1b" if pp > 1 else "none", micro_batch=micro,
+        pp=pp,
+        dp=ranks // pp,
+        schedule="1f1b" if pp > 1 else "none",
+        micro_batch=micro,
         num_microbatches=BATCH * pp // (ranks * micro),
     )
-    for pp in sorted({1, ranks}) for micro in (1, 2, 4, 8, 16) if ranks * micro <= BATCH
-]  # fmt: skip
+    for pp in sorted({1, ranks})
+    for micro in (1, 2, 4, 8, 16)
+    if ranks * micro <= BATCH
+]
 
 
 def step_of(layout):
@@ -40,14 +45,18 @@ def step_of(layout):
     plan = parallel_plan(layout, precision="fp32")
     cut = replace(plan.pipeline, boundaries=stage_bounds(case, layout) if layout.pp > 1 else None)
     model = LayeredModel(
-        make_model(), names=tuple(layer.name for layer in shape.layers),
-        costs=(1.0,) * shape.num_layers, inputs="images_BCHW",
-    )  # fmt: skip
+        make_model(),
+        names=tuple(layer.name for layer in shape.layers),
+        costs=(1.0,) * shape.num_layers,
+        inputs="images_BCHW",
+    )
     trainer = parallelize(
-        model, replace(plan, pipeline=cut), mesh=Mesh(plan.axes(ranks)),
+        model,
+        replace(plan, pipeline=cut),
+        mesh=Mesh(plan.axes(ranks)),
         optimizer=lambda several: pyops.optim.AdamW(several, lr=1e-3),
         loss=(lambda nats, batch: nats, lambda batch: float(len(batch["labels_B"]))),
-    )  # fmt: skip
+    )
     images, labels = make_batch(BATCH // layout.dp, trainer.mesh.rank("dp"))
     seconds = []
     for _ in range(STEPS + 1):

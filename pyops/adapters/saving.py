@@ -47,9 +47,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE = "pyops_base"  # in the metadata of the weights
 UNKNOWN = (
-    "use_dora", "use_rslora", "use_qalora", "modules_to_save", "layer_replication", "lora_bias",
-    "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
-)  # fmt: skip
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "modules_to_save",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
 """What peft's adapters may have besides, by its name in the config."""
 
 

@@ -46,8 +46,12 @@ def draw(report: CompressReport, path: Path | str) -> None:
     _over_bytes(several[1], report, "loss, nats a token", [s.loss for s in report.stages])
     if timed:
         _bars(several[2], report, "one row, ms a token", "token_ms")
-        _bars(several[3], report, "forward of {} x {} tokens, ms".format(*report.batch_shape),
-              "batch_ms")  # fmt: skip
+        _bars(
+            several[3],
+            report,
+            "forward of {} x {} tokens, ms".format(*report.batch_shape),
+            "batch_ms",
+        )
         several[3].set_yticklabels([])
     figure.suptitle(f"{report.folder} -> {report.output}")
     figure.tight_layout()
@@ -62,9 +66,12 @@ def _over_bytes(axes: Axes, report: CompressReport, what: str, values: list[floa
     for number, (size, value) in enumerate(zip(sizes, values, strict=True)):
         axes.scatter([size], [value], color=f"C{number % 10}", zorder=2)
         axes.annotate(
-            report.stages[number].name, (size, value), textcoords="offset points", xytext=(4, 4),
+            report.stages[number].name,
+            (size, value),
+            textcoords="offset points",
+            xytext=(4, 4),
             fontsize=7,
-        )  # fmt: skip
+        )
     axes.set_xlim(0, 1.25 * max(sizes))
     axes.set_xlabel("MB on disk")
     axes.set_title(what)

@@ -14,8 +14,15 @@ from pyops.train.report.display import describe_bytes
 __all__ = ["CompressReport", "StageReport"]
 
 COLUMNS = (
-    "", "weights", "on disk", "in memory", "loss", "accuracy", "ms a token", "ms a batch",
-)  # fmt: skip
+    "",
+    "weights",
+    "on disk",
+    "in memory",
+    "loss",
+    "accuracy",
+    "ms a token",
+    "ms a batch",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

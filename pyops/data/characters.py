@@ -30,9 +30,15 @@ FONTS = (
         for family, slope in _STYLES.items()
         for style in ("", "-Bold", f"-{slope}", f"-Bold{slope}")
     ),
-    "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta", "cmr10", "cmb10",
-    "cmss10", "cmtt10",
-)  # fmt: skip
+    "STIXGeneral",
+    "STIXGeneralBol",
+    "STIXGeneralItalic",
+    "STIXGeneralBolIta",
+    "cmr10",
+    "cmb10",
+    "cmss10",
+    "cmtt10",
+)
 
 
 def load_characters(*, held_out: float = 0.1) -> tuple[Images, Images]:

@@ -207,8 +207,15 @@ def _read(folder: Path) -> tuple[dict[str, Scheme], _Shapes]:
             shapes = {
                 name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
             }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
-            SafetensorError) as error:  # fmt: skip
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise ValueError(
             f"{folder} is damaged ({type(error).__name__}: {error}); save the model anew"
         ) from None

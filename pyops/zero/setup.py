@@ -77,10 +77,18 @@ class ZeroSetup:
         """What the ranks must have in common beside the model."""
         config, names = self.config, self.names
         shared = (
-            "stage", "bucket_bytes", "reduction", "overlap_grad_reduce", "overlap_param_gather",
-            "max_grad_norm", "whole_below", "gather_codec", "reduce_codec", "delayed_update",
+            "stage",
+            "bucket_bytes",
+            "reduction",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "max_grad_norm",
+            "whole_below",
+            "gather_codec",
+            "reduce_codec",
+            "delayed_update",
             "symmetric_step",
-        )  # fmt: skip
+        )
         return {
             "optimizer_class": self.factory.optimizer_class.__name__,
             **{name: getattr(config, name) for name in shared},

@@ -175,8 +175,11 @@ def test_models_of_this_package(kind: str):
 
 
 def rotary_of_this_package() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=20, sequence_length=L, num_layers=1, dim=8, num_heads=2,
-                         positions="rotary"))  # fmt: skip
+    return GPT(
+        GPTConfig(
+            vocab_size=20, sequence_length=L, num_layers=1, dim=8, num_heads=2, positions="rotary"
+        )
+    )
 
 
 def with_a_mask() -> nn.Module:

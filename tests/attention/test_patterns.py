@@ -87,17 +87,37 @@ def test_a_literal_of_each():
     assert picture(Dense(), 2) == ["xx", "xx"]
     assert picture(Fixed()) == ["xxxx.x", "xxxx.x", "xxxx.x", "xxxx.x", "...xxx", "...xxx"]
     assert picture(Variable(local_window_blocks=(1, 2))) == [
-        "x.....", "xxx...", "xxx...", "x..xx.", "x..xx.", "x....x",
-    ]  # fmt: skip
+        "x.....",
+        "xxx...",
+        "xxx...",
+        "x..xx.",
+        "x..xx.",
+        "x....x",
+    ]
     assert picture(BigBird(num_random_blocks=0)) == [
-        "xxxxxx", "xxx...", "xxxx..", "x.xxx.", "x..xxx", "x...xx",
-    ]  # fmt: skip
+        "xxxxxx",
+        "xxx...",
+        "xxxx..",
+        "x.xxx.",
+        "x..xxx",
+        "x...xx",
+    ]
     assert picture(Longformer(global_block_indices=(3,))) == [
-        "xx.x..", "xxxx..", ".xxx..", "xxxxxx", "...xxx", "...xxx",
-    ]  # fmt: skip
+        "xx.x..",
+        "xxxx..",
+        ".xxx..",
+        "xxxxxx",
+        "...xxx",
+        "...xxx",
+    ]
     assert picture(SlidingWindow()) == [
-        "xx....", "xxx...", ".xxx..", "..xxx.", "...xxx", "....xx",
-    ]  # fmt: skip
+        "xx....",
+        "xxx...",
+        ".xxx..",
+        "..xxx.",
+        "...xxx",
+        "....xx",
+    ]
 
 
 def test_densities_at_512_blocks_are_those_of_the_rules_of_deepspeed():

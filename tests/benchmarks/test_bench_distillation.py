@@ -21,10 +21,18 @@ pytestmark = pytest.mark.cpu_only
 def test_a_row_of_a_teacher_and_its_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     sizes = bench.Sizes(
-        layers=2, dim=8, pretraining_steps=2, batch=8, passages=2,
-        teacher_epochs=1, student_epochs=1, seeds=1, words=258,
-        max_bytes=1 << 16, folder=str(tmp_path / "runs"),
-    )  # fmt: skip
+        layers=2,
+        dim=8,
+        pretraining_steps=2,
+        batch=8,
+        passages=2,
+        teacher_epochs=1,
+        student_epochs=1,
+        seeds=1,
+        words=258,
+        max_bytes=1 << 16,
+        folder=str(tmp_path / "runs"),
+    )
     row = bench.passages_row(sizes)
     assert json.loads(json.dumps(row)) == row
     assert list(row["accuracy_by_method"]) == ["teacher", "student alone", "student distilled"]

@@ -81,8 +81,10 @@ def test_a_step_that_does_not_fit_is_no_failure(
         assert probe("explicit scores", 128, limit=700, layers=1) is None
     done = subprocess.CompletedProcess([], 0, '{"seconds": 1, "loss": 5.0, "peak_bytes": 3}\n', "")
     assert probe("explicit scores", 128, limit=700, layers=1) == {
-        "seconds": 1, "loss": 5.0, "peak_bytes": 3,
-    }  # fmt: skip
+        "seconds": 1,
+        "loss": 5.0,
+        "peak_bytes": 3,
+    }
     done.stdout = '{"seconds": 1, "loss": NaN, "peak_bytes": 3}'
     with pytest.raises(AssertionError, match="a step over 128 tokens has"):
         probe("explicit scores", 128, limit=700, layers=1)

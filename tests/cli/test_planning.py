@@ -166,11 +166,16 @@ def test_the_command_of_a_measured_plan_starts(world, file: Path, tmp_path: Path
     assert given.module
     data = tmp_path / "text.txt"
     data.write_bytes(b"one two three four five six seven\n" * 400)
-    settings = {"data.path": data, "data.cache": tmp_path / "cache",
-                "train.folder": tmp_path / "runs", "train.num_steps": 1,
-                "train.num_validation_sequences": 4,
-                "train.num_sample_tokens": 0, "train.plot": "false",
-                "train.tensorboard": "false"}  # fmt: skip
+    settings = {
+        "data.path": data,
+        "data.cache": tmp_path / "cache",
+        "train.folder": tmp_path / "runs",
+        "train.num_steps": 1,
+        "train.num_validation_sequences": 4,
+        "train.num_sample_tokens": 0,
+        "train.plot": "false",
+        "train.tensorboard": "false",
+    }
     extra = [f"--set={key}={value}" for key, value in settings.items()]
     assert world(2).run(_started, [*given.training_script_args, *extra]) == [0, 0]
 
@@ -244,6 +249,16 @@ def test_models_that_are_not_known_are_refused(capsys, folder: Path, tmp_path: P
     (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": "4096"}))
     assert "hidden_size = '4096'; it must be" in refused(capsys, folder, "--cluster", "h100")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    lone = refused(capsys, folder / "config.json", "--cluster", "h100", "--write", "x.toml",
-                   "--sequence", "8192", "--batch", "8")  # fmt: skip
+    lone = refused(
+        capsys,
+        folder / "config.json",
+        "--cluster",
+        "h100",
+        "--write",
+        "x.toml",
+        "--sequence",
+        "8192",
+        "--batch",
+        "8",
+    )
     assert "a config.json alone can't be trained" in lone

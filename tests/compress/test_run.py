@@ -215,8 +215,10 @@ def test_weights_that_are_not_finite_are_refused_before_a_step(folder, tmp_path,
     with pytest.raises(ConfigError, match=r"blocks.1.mlp.up.bias has a number that is not finite"):
         compress(run_of(tmp_path / "gpt", "out", QUANTIZE), device="cpu")
     assert sorted(found.name for found in tmp_path.iterdir() if found.name != "cache") == [
-        "gpt", "held_out.txt", "train.txt"
-    ]  # fmt: skip
+        "gpt",
+        "held_out.txt",
+        "train.txt",
+    ]
 
 
 def refused_on_rank(rank: int, group: object, folder: Path) -> list[str]:

@@ -197,11 +197,18 @@ def check(
 
 
 KNOWN = [
-    (FP32, FP32, FP32, None), (FP32, FP32, BF16, None), (FP32, FP32, FP16, None),
-    (BF16, BF16, FP32, FP32), (BF16, FP32, FP32, FP32), (BF16, BF16, BF16, None),
-    (FP16, FP16, FP32, FP32), (FP16, FP32, FP32, FP32), (FP16, FP16, FP16, None),
-    (FP32, BF16, FP32, None), (BF16, BF16, FP32, None),
-]  # fmt: skip
+    (FP32, FP32, FP32, None),
+    (FP32, FP32, BF16, None),
+    (FP32, FP32, FP16, None),
+    (BF16, BF16, FP32, FP32),
+    (BF16, FP32, FP32, FP32),
+    (BF16, BF16, BF16, None),
+    (FP16, FP16, FP32, FP32),
+    (FP16, FP32, FP32, FP32),
+    (FP16, FP16, FP16, None),
+    (FP32, BF16, FP32, None),
+    (BF16, BF16, FP32, None),
+]
 OTHER = [
     (BF16, FP16, FP16, FP16),
     (FP16, BF16, FP32, None),

@@ -35,9 +35,13 @@ def test_a_part_of_the_batches_is_the_students():
             assert torch.equal(batch.targets, text[:, 1:])
     number = own.index(True)
     rows = generate(
-        student, list(given[number][:, :4]), max_new=5, temperature=1.0, seed=3,
+        student,
+        list(given[number][:, :4]),
+        max_new=5,
+        temperature=1.0,
+        seed=3,
         first_row=3 * number,
-    )  # fmt: skip
+    )
     said = torch.tensor([row.tokens for row in rows])
     assert torch.equal(found[number].targets[:, 3:], said)
     assert student.training

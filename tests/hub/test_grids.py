@@ -25,9 +25,15 @@ CONFIG = GPTConfig(
 
 
 IMAGES = ViTConfig(
-    num_labels=5, image_size=8, patch_size=4, num_channels=2, num_layers=2, num_heads=4, dim=20,
+    num_labels=5,
+    image_size=8,
+    patch_size=4,
+    num_channels=2,
+    num_layers=2,
+    num_heads=4,
+    dim=20,
     hidden=30,
-)  # fmt: skip
+)
 
 
 def write_from_grid(rank: int, group: dist.ProcessGroup, mode: str, folder: Path) -> list[str]:

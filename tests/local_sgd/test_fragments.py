@@ -20,8 +20,13 @@ def test_layers_are_dealt_out_in_turn():
     names = ["e.weight", *(f"blocks.{i}.{k}" for i in range(4) for k in "ab"), "head.weight"]
     found = fragment_of_layer(layers_of(names), fragments=3)
     assert found == {
-        "e": 0, "blocks.0": 1, "blocks.1": 2, "blocks.2": 0, "blocks.3": 1, "head": 2,
-    }  # fmt: skip
+        "e": 0,
+        "blocks.0": 1,
+        "blocks.1": 2,
+        "blocks.2": 0,
+        "blocks.3": 1,
+        "head": 2,
+    }
 
 
 def test_more_fragments_than_layers_are_refused():

@@ -62,8 +62,11 @@ class Net(nn.Module):
 
 
 PLAN = {
-    "layers": "blocks", "self_attn": "attention", "linear1": "columns", "linear2": "rows",
-}  # fmt: skip
+    "layers": "blocks",
+    "self_attn": "attention",
+    "linear1": "columns",
+    "linear2": "rows",
+}
 
 
 def net() -> nn.Module:

@@ -15,13 +15,20 @@ __all__ = ["MODELS", "batch_for", "make_model"]
 
 VOCAB, HIDDEN, TOKENS = 64, 32, 9
 LLAMA = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
-BERT = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 4,
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
-}  # fmt: skip
+    "num_key_value_heads": 2,
+}
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 
 
 def _of(model: str, config: str, **options: Any) -> Callable[..., nn.Module]:

@@ -279,9 +279,17 @@ def test_install_without_kernels(with_torch: ForkedPython, tmp_path: Path):
     target = tmp_path / "target"
     environment = {**os.environ, "PYOPS_NO_EXT": "1"}
     install = [
-        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-        "--no-compile", "--target", str(target),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-compile",
+        "--target",
+        str(target),
+    ]
     done = subprocess.run(
         [*install, str(copy)], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -354,9 +362,14 @@ def test_all_that_is_listed_can_be_imported(with_torch: ForkedPython):
         "pyops.nonsense"
     )
     inner = {
-        "__init__", "__main__", "given_numbers", "name_patterns", "protocols", "renamed",
+        "__init__",
+        "__main__",
+        "given_numbers",
+        "name_patterns",
+        "protocols",
+        "renamed",
         "torch_private",
-    }  # fmt: skip
+    }
     names = sorted(modules - inner)
     done = with_torch.run(program, *names, cwd=ROOT)
     told = done.stderr.splitlines()[-1]

@@ -6,6 +6,8 @@ argument list takes, so that no file becomes shorter by being set more tightly.
     file        lines of code                            MAX_FILE_LINES
     function    statements, branches, complexity and     `[tool.ruff.lint.mccabe]` and
                 parameters, by ruff                      `[tool.ruff.lint.pylint]` in pyproject.toml
+    table       `# fmt: skip`, which keeps a table's     MAX_TABLES
+                columns and may set no code more tightly
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pyops", "csrc", "tests", "benchmarks", "examples")
 MAX_FILE_LINES = 400
+MAX_TABLES = 40
+MARK = "fmt:"
+DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
@@ -72,3 +77,45 @@ def test_code_is_counted_without_docstrings_comments_and_blank_lines():
         "return x\n"
     )
     assert code_lines(source) == 5
+
+
+def unformatted_lines(source: str) -> list[int]:
+    """Lines of a Python file whose statement the formatter leaves as it is."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [t for t in tokens if t.type == tokenize.COMMENT]
+    return [t.start[0] for t in comments if t.string.replace(" ", "").startswith("#" + MARK)]
+
+
+def ends_a_table(tree: ast.AST, line: int) -> bool:
+    """Whether rows of values end at a line, or the signature of a Triton kernel, whose parameters
+    stand in a row for each kind: pointers, strides, sizes, constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, DISPLAYS) and node.lineno < line == node.end_lineno:
+            return True
+        if isinstance(node, ast.FunctionDef) and node.lineno < line < node.body[0].lineno:
+            return any("jit" in ast.unparse(d) for d in node.decorator_list)
+    return False
+
+
+def test_the_formatter_leaves_nothing_but_tables_as_they_are():
+    texts = {p: t for p in sources(".py") if MARK in (t := p.read_text())}
+    left = {p: lines for p, t in texts.items() if (lines := unformatted_lines(t))}
+    assert 3 < sum(map(len, left.values())) < MAX_TABLES, left
+    trees = {p: ast.parse(texts[p]) for p in left}
+    others = [f"{p}:{n}" for p in left for n in left[p] if not ends_a_table(trees[p], n)]
+    assert not others, f"not the end of a table: {others}"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_one"),
+    [
+        ("x = [\n    1, 2,\n    3, 4,\n]", True),
+        ("x = f(\n    1, 2,\n    3, 4,\n)", False),
+        ("@triton.jit\ndef f(\n    x, y,\n    M, N,\n):\n    pass", True),
+        ("def f(\n    x, y,\n    M, N,\n):\n    pass", False),
+    ],
+)
+def test_tables_are_told_from_calls_and_functions(source, is_one):
+    lines = source.splitlines()
+    end = next(n for n, line in enumerate(lines, 1) if line[0] in ")]")
+    assert ends_a_table(ast.parse(source), end) is is_one

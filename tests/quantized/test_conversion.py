@@ -161,11 +161,17 @@ def test_models_of_others_and_grouped_heads():
     assert 0 < (found - logits).abs().max() < 0.05 * logits.abs().max()
     grouped = GPT(
         GPTConfig(
-            vocab_size=17, sequence_length=12, num_layers=1, num_heads=4, num_kv_heads=2, dim=32,
-            activation="swiglu", tied_head=False,
+            vocab_size=17,
+            sequence_length=12,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            dim=32,
+            activation="swiglu",
+            tied_head=False,
         ),
         seed=1,
-    ).eval()  # fmt: skip
+    ).eval()
     with torch.no_grad():
         logits = grouped(tokens)
         convert(grouped, Scheme(Int8()))

@@ -123,9 +123,16 @@ def test_sums_beyond_the_whole_numbers_of_fp32(world):
 
 
 CONFIG = GPTConfig(
-    vocab_size=13, sequence_length=6, num_layers=1, num_heads=4, num_kv_heads=2, dim=32,
-    hidden=64, activation="swiglu", tied_head=False,
-)  # fmt: skip
+    vocab_size=13,
+    sequence_length=6,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    dim=32,
+    hidden=64,
+    activation="swiglu",
+    tied_head=False,
+)
 ROWS = torch.arange(12).view(2, 6) % 13
 KINDS = {
     "int8": SCHEMES["asymmetric"],

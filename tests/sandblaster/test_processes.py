@@ -94,8 +94,12 @@ def test_threads_find_what_one_process_finds() -> None:
     with pytest.raises(ValueError, match="another process holds shard 1 of this run"):
         serve(client(store), network(), shard=1, shards=SHARDS, config=CONFIG)
     with pytest.raises(ValueError, match="the model of this process differ"):
-        work(client(store), Worker(torch.nn.Linear(99, 9).double(), loss_of(7)), shards=SHARDS,
-             config=CONFIG)  # fmt: skip
+        work(
+            client(store),
+            Worker(torch.nn.Linear(99, 9).double(), loss_of(7)),
+            shards=SHARDS,
+            config=CONFIG,
+        )
     with pytest.raises(ValueError, match="the options of this process differ"):
         coordinate(client(store), shards=SHARDS, config=SandblasterConfig(portions=6))
     coordinator.finish()

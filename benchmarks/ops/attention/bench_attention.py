@@ -164,9 +164,14 @@ def attention_case(
         vet[rival] = partial(agree, ours, other, work.dtype)
     targets = {"torch SDPA": target} if target else {}
     return Case(
-        bench, name, calls, check=check, device=work.device, vet=vet,
+        bench,
+        name,
+        calls,
+        check=check,
+        device=work.device,
+        vet=vet,
         **{"targets": targets, **more},
-    )  # fmt: skip
+    )
 
 
 def documents_of(count: int, tokens: int, device: torch.device) -> Tensor:
@@ -262,7 +267,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
         name = f"error of gradients bfloat16, one head, T = {tokens}"
         work = Work(
             tokens, 1, BF16, device, {"mask": AttentionMask(causal=True)}, {"is_causal": True}
-        )  # fmt: skip
+        )
         yield name, partial(error_case, name, work)
 
 

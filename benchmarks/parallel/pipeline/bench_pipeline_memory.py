@@ -29,9 +29,15 @@ __all__ = ["CASES", "allocated", "run"]
 
 WIDTH, HEADS, LENGTH, BLOCKS, ROWS, MICROBATCHES = 64, 4, 128, 16, 2, 8
 CASES: tuple[tuple[str, int, str], ...] = (
-    ("gpipe", 2, "never"), ("gpipe", 2, "always"), ("1f1b", 2, "never"), ("1f1b", 4, "never"),
-    ("1f1b", 4, "always"), ("interleaved", 2, "never"), ("zb1p", 4, "never"), ("zbv", 2, "never"),
-)  # fmt: skip
+    ("gpipe", 2, "never"),
+    ("gpipe", 2, "always"),
+    ("1f1b", 2, "never"),
+    ("1f1b", 4, "never"),
+    ("1f1b", 4, "always"),
+    ("interleaved", 2, "never"),
+    ("zb1p", 4, "never"),
+    ("zbv", 2, "never"),
+)
 
 
 def model() -> list[nn.Module]:

@@ -155,9 +155,13 @@ def one_process(size: Size) -> Functions:
     def generate() -> list[int]:
         model.eval()
         found = model.generate(
-            prompt_of(size), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True,
-            attention_mask=torch.ones(1, PROMPT, dtype=torch.long), pad_token_id=0,
-        )  # fmt: skip
+            prompt_of(size),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            attention_mask=torch.ones(1, PROMPT, dtype=torch.long),
+            pad_token_id=0,
+        )
         model.train()
         return [int(token) for token in found[0]]
 

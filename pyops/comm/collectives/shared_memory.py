@@ -34,9 +34,17 @@ AGREEMENT = (
 )
 _WIDTH = 512
 _CODES = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4,
-    torch.uint8: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7, torch.bool: 8,
-}  # fmt: skip
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 8,
+}
 _NAMES = {code: str(dtype) for dtype, code in reversed(_CODES.items())}
 _KINDS = {1: "all_reduce", 2: "reduce_scatter", 3: "all_gather"}
 _DISAGREE, _DIED, _STALLED = 1, 2, 3

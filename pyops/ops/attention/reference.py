@@ -189,8 +189,11 @@ def _parts(q: Tensor, k: Tensor, tensors: Operands, block: int) -> Iterator[tupl
     for first in range(0, max(T, 1), size):
         part, blocks = slice(first, first + size), slice(first // unit, (first + size) // unit)
         bias, documents, counts, indices = (
-            tensors.bias, tensors.query_documents, tensors.row_counts, tensors.row_indices,
-        )  # fmt: skip
+            tensors.bias,
+            tensors.query_documents,
+            tensors.row_counts,
+            tensors.row_indices,
+        )
         yield (
             part,
             tensors._replace(

@@ -25,9 +25,13 @@ COLOURS = {
     "U": "#7a5aa6",
 }
 MEANINGS = {
-    "F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights",
-    "R": "forward again", "U": "optimizer step",
-}  # fmt: skip
+    "F": "forward",
+    "B": "backward",
+    "I": "gradient of the input",
+    "W": "gradient of the weights",
+    "R": "forward again",
+    "U": "optimizer step",
+}
 CHANNELS = {"F": "activations", "B": "gradients", "FS": "skips", "BS": "gradients of skips"}
 LARGEST = 4000  # boxes that a picture can still show
 

@@ -87,9 +87,14 @@ def layouts(case: Case, options: Options, batch: int) -> Iterator[Layout]:
                 if ranks % each or batch % (ranks // each):
                     continue
                 base = Layout(
-                    tp=t, cp=c, cp_method=method, pp=p, dp=ranks // each, schedule=schedule,
+                    tp=t,
+                    cp=c,
+                    cp_method=method,
+                    pp=p,
+                    dp=ranks // each,
+                    schedule=schedule,
                     stages_per_rank=v,
-                )  # fmt: skip
+                )
                 yield from _variants(base, recomputes, batch // base.dp)
 
 

@@ -53,10 +53,18 @@ __all__ = [
 ]
 
 CLASSES = {
-    "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS",
-    "adafactor": "Adafactor", "adagrad": "Adagrad", "onebit_adam": "OneBitAdam",
-    "onebit_lamb": "OneBitLAMB", "zero_one_adam": "ZeroOneAdam",
-}  # fmt: skip
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "sgd": "SGD",
+    "lion": "Lion",
+    "lamb": "LAMB",
+    "lars": "LARS",
+    "adafactor": "Adafactor",
+    "adagrad": "Adagrad",
+    "onebit_adam": "OneBitAdam",
+    "onebit_lamb": "OneBitLAMB",
+    "zero_one_adam": "ZeroOneAdam",
+}
 ONE_BIT_CONFIGS: dict[str, type[OneBitConfig | OneBitLAMBConfig | ZeroOneConfig]] = {
     "onebit_adam": OneBitConfig,
     "onebit_lamb": OneBitLAMBConfig,

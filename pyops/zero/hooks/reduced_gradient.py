@@ -42,10 +42,14 @@ SCALING = {
     aten.zero_.default,
 }
 SCALING_LISTS = {
-    aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.ScalarList,
-    aten._foreach_div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.ScalarList,
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_mul_.ScalarList,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+    aten._foreach_div_.ScalarList,
     aten._foreach_zero_.default,
-}  # fmt: skip
+}
 BY_ELEMENT = {
     aten.clamp_.default,
     aten.clamp_min_.default,

@@ -20,9 +20,17 @@ from pyops.flat import FlatLayout, Shard
 from tests.grids import cut
 
 CODECS: list[Codec] = [
-    OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None), Int8(), FP8(),
-    FP8(format="e5m2"), BF16(), Int4(), Int8(block=64, stochastic_rounding=True),
-]  # fmt: skip
+    OneBit(),
+    OneBit(block=64),
+    OneBit(block=64, rule="rms"),
+    OneBit(block=None),
+    Int8(),
+    FP8(),
+    FP8(format="e5m2"),
+    BF16(),
+    Int4(),
+    Int8(block=64, stochastic_rounding=True),
+]
 LAYOUT = FlatLayout.plan([("head", (7, 30)), ("bias", (5,)), ("body", (41, 10))])
 
 

@@ -19,9 +19,19 @@ from tests.comm.compression.test_power_sgd import gradients, reference
 MATRIX = (24, 16)
 # Three at even distances, a lone one of another shape among them, then three more after an odd gap.
 NAMED = [
-    ("a0", MATRIX), ("v0", (5,)), ("a1", MATRIX), ("v1", (5,)), ("a2", MATRIX), ("w", (20, 30)),
-    ("a3", MATRIX), ("v2", (3,)), ("v3", (2,)), ("a4", MATRIX), ("v4", (1,)), ("a5", MATRIX),
-]  # fmt: skip
+    ("a0", MATRIX),
+    ("v0", (5,)),
+    ("a1", MATRIX),
+    ("v1", (5,)),
+    ("a2", MATRIX),
+    ("w", (20, 30)),
+    ("a3", MATRIX),
+    ("v2", (3,)),
+    ("v3", (2,)),
+    ("a4", MATRIX),
+    ("v4", (1,)),
+    ("a5", MATRIX),
+]
 MATRICES = [name for name, shape in NAMED if len(shape) == 2]
 STEPS = 4
 LAYOUTS = {alignment: FlatLayout.plan(NAMED, alignment=alignment) for alignment in (1, 64)}

@@ -25,8 +25,10 @@ from tests.parallel.tiny_folder import CHAT, LETTERS, SPECIAL, make_tokenizer, w
 pytestmark = pytest.mark.cpu_only
 
 IDS = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
-GENERATION = CHAT.replace("{{ m.content }}{{ eos_token }}", "{% generation %}{{ m.content }}"
-                          "{% endgeneration %}{{ eos_token }}")  # fmt: skip
+GENERATION = CHAT.replace(
+    "{{ m.content }}{{ eos_token }}",
+    "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}",
+)
 # A template that forgets what an assistant thought once others follow.
 FORGETFUL = CHAT.replace("<bot>{{ m.content", "<bot>{% if loop.last %}hm {% endif %}{{ m.content")
 LAST = "{{ messages[1].content if messages | length > 1 }}"

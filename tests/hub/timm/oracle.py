@@ -26,8 +26,11 @@ SIZES: dict[str, Any] = {"depths": (1, 2, 1, 2), "widths": (8, 8, 32, 64), "stem
 # blocks, and of the model)}
 RW: dict[str, Any] = {"act_layer": "silu", "expand_output": False}
 OURS_RW: dict[str, Any] = {
-    "expand_from": "input", "activation": "silu", "head_hidden": False, "stem_hidden": 8,
-}  # fmt: skip
+    "expand_from": "input",
+    "activation": "silu",
+    "head_hidden": False,
+    "stem_hidden": 8,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}, {"stem_width": 16, "head_hidden_size": 64}),
     "expand max": (

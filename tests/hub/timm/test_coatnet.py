@@ -20,8 +20,13 @@ from tests.hub.timm.oracle import CASES, RECORDED, SIZES, computed, value_of
 pytestmark = pytest.mark.cpu_only
 
 BASE: dict[str, Any] = {
-    "num_labels": 5, "num_channels": 2, "image_size": 64, "image_width": 96, "head_dim": 8, **SIZES
-}  # fmt: skip
+    "num_labels": 5,
+    "num_channels": 2,
+    "image_size": 64,
+    "image_width": 96,
+    "head_dim": 8,
+    **SIZES,
+}
 
 
 def recorded() -> dict[str, Any]:

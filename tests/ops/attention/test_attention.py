@@ -209,10 +209,18 @@ def test_what_is_seen(name: str, device: torch.device, isa: str):  # noqa: F811
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(2, 4, 70, 130), (1, 4, 70, 130), (2, 1, 70, 130), (1, 1, 70, 130), (2, 1, 1, 130), (70, 130),
-     (4, 70, 1), (1,)],
+    [
+        (2, 4, 70, 130),
+        (1, 4, 70, 130),
+        (2, 1, 70, 130),
+        (1, 1, 70, 130),
+        (2, 1, 1, 130),
+        (70, 130),
+        (4, 70, 1),
+        (1,),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_bias_of_any_shape(
     shape: tuple[int, ...],
     dtype: torch.dtype,

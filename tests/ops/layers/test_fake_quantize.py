@@ -97,8 +97,13 @@ def test_the_gradients_of_plain_torch(dtype: torch.dtype, device: torch.device, 
     scale = torch.tensor([0.1, 0.2, 0.3], device=device, dtype=F64 if dtype == F64 else F32)
     zero = torch.tensor([1.0, -2.0, 0.0], device=device, dtype=scale.dtype)
     options = {
-        "lo": -3, "hi": 4, "inner": 8, "factor": 0.5, "input_grad": True, "scale_grad": True,
-    }  # fmt: skip
+        "lo": -3,
+        "hi": 4,
+        "inner": 8,
+        "factor": 0.5,
+        "input_grad": True,
+        "scale_grad": True,
+    }
     for given in (None, zero):
         found = torch.ops.pyops.fake_quantize_backward(dy, x, scale, given, **options)
         expected = fake_quantize_backward_reference(dy, x, scale, given, **options)

@@ -65,9 +65,16 @@ def compared(
         dy = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(q.dtype)
         dlse = torch.sin(torch.arange(lse.numel(), dtype=torch.float64)).view(lse.shape)
         grads = backward(
-            dy.to(dtype), dlse.to(wide), y, lse, *own, *operands,
-            bias_grad=True, table_grad=True, **options,
-        )  # fmt: skip
+            dy.to(dtype),
+            dlse.to(wide),
+            y,
+            lse,
+            *own,
+            *operands,
+            bias_grad=True,
+            table_grad=True,
+            **options,
+        )
         assert [x.dtype for x in grads[:3]] == [dtype] * 3
         found.append([y, lse, *grads])
     for n, (ours, exact) in enumerate(zip(*found, strict=True)):

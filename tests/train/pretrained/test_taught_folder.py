@@ -163,10 +163,15 @@ def test_what_does_not_fit_is_refused(alone: Config, world: Any, tmp_path: Path)
     squashed = tmp_path / "squashed"
     transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
         )
-    ).save_pretrained(squashed)  # fmt: skip
+    ).save_pretrained(squashed)
     make_tokenizer(squashed)
     (squashed / "chat_template.jinja").write_text(CHAT)
     cases = [

@@ -27,9 +27,20 @@ def test_a_line_says_it_all():
     assert "loss not finite" in describe({**ROW, "loss": None}, num_steps=20, seconds_left=None)
 
 
-ELASTIC = {"step": 11, "epoch": 2, "loss": 0.4142, "lr": 1e-3, "grad_norm": 1.0,
-           "samples_per_s": 812.4, "frozen": 5, "stages": 2, "replicas": 2, "micro_batches": 4,
-           "cached": True, "memory_gib": 0.4}  # fmt: skip
+ELASTIC = {
+    "step": 11,
+    "epoch": 2,
+    "loss": 0.4142,
+    "lr": 1e-3,
+    "grad_norm": 1.0,
+    "samples_per_s": 812.4,
+    "frozen": 5,
+    "stages": 2,
+    "replicas": 2,
+    "micro_batches": 4,
+    "cached": True,
+    "memory_gib": 0.4,
+}
 
 
 def test_a_line_of_a_run_that_freezes():

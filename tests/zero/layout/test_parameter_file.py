@@ -77,9 +77,11 @@ def _train(
 
 
 CASES: list[tuple[int, dict[str, Any], str, bool]] = [
-    (1, {}, "AdamW", False), (2, {"overlap_grad_reduce": False}, "AdamW", False),
-    (3, {"whole_below": 20}, "torch.AdamW", False), (2, {"gather_codec": Int8()}, "AdamW", True),
-]  # fmt: skip
+    (1, {}, "AdamW", False),
+    (2, {"overlap_grad_reduce": False}, "AdamW", False),
+    (3, {"whole_below": 20}, "torch.AdamW", False),
+    (2, {"gather_codec": Int8()}, "AdamW", True),
+]
 
 
 # Three ranks with whole parameters beside, and a codec; the second lacks the overlap of these.

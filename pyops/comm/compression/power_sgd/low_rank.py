@@ -22,9 +22,19 @@ from pyops.flat import FlatLayout
 from pyops.random import normal
 
 __all__ = [
-    "Family", "Piece", "families", "fresh_basis", "orthonormal", "pieces", "product", "scale_of",
-    "squared_lengths", "sum_last", "unit_columns", "whole_batches",
-]  # fmt: skip
+    "Family",
+    "Piece",
+    "families",
+    "fresh_basis",
+    "orthonormal",
+    "pieces",
+    "product",
+    "scale_of",
+    "squared_lengths",
+    "sum_last",
+    "unit_columns",
+    "whole_batches",
+]
 
 GAIN = 2.0  # a matrix must shrink at least by this factor; else it travels as it is
 BAND = (

@@ -81,11 +81,18 @@ def _delta(dy: Tensor, y: Tensor, dlse: Tensor | None, wide: torch.dtype) -> Ten
     if y.numel():
         with on_device(y):
             _sum_products[(triton.cdiv(T, ROWS), B * H)](
-                dy, y.contiguous(), None if dlse is None else dlse.contiguous(), delta,
-                *dy.stride()[:3], T, H, K,
-                C=tl.float64 if wide == torch.float64 else tl.float32, ROWS=ROWS,
+                dy,
+                y.contiguous(),
+                None if dlse is None else dlse.contiguous(),
+                delta,
+                *dy.stride()[:3],
+                T,
+                H,
+                K,
+                C=tl.float64 if wide == torch.float64 else tl.float32,
+                ROWS=ROWS,
                 WIDTH=triton.next_power_of_2(K),
-            )  # fmt: skip
+            )
     return delta
 
 
@@ -140,9 +147,29 @@ def _walk_queries(
         else:
             seen = seen_pairs(t[None, :], s[:, None], place_t, place_s, b, bounds, hides)
         kept, ds, slope = score_gradient(
-            x, dp, norm[None, :], shift[None, :], seen, t[None, :], s[:, None], place_t, place_s,
-            s0, b, h, bounds, adds, drops, cap, keep, WHOLE, True, C, M, N,
-        )  # fmt: skip
+            x,
+            dp,
+            norm[None, :],
+            shift[None, :],
+            seen,
+            t[None, :],
+            s[:, None],
+            place_t,
+            place_s,
+            s0,
+            b,
+            h,
+            bounds,
+            adds,
+            drops,
+            cap,
+            keep,
+            WHOLE,
+            True,
+            C,
+            M,
+            N,
+        )
         dv = add_product(dv, kept.to(dy_tile.dtype), dy_tile, seen, WHOLE, PRECISION)
         dk = add_product(dk, (ds * slope).to(q_tile.dtype), q_tile, seen, WHOLE, PRECISION)
     return dk, dv
@@ -181,15 +208,39 @@ def _keys_gradient(
         place = b * list_b + h * list_h + (tile * N // LISTED if LISTED > 0 else tile)
         line = (b * H + h) * T
         tensors = (
-            q + b * q_b + h * q_h, dy + b * dy_b + h * dy_h, lse + line, delta + line,
-            query_places, key_places, lists,
-        )  # fmt: skip
+            q + b * q_b + h * q_h,
+            dy + b * dy_b + h * dy_h,
+            lse + line,
+            delta + line,
+            query_places,
+            key_places,
+            lists,
+        )
         cuts = column_visits(s0, place, bounds, lists, M, N, EACH, OPAQUE)
         for part in tl.static_range(1 if OPAQUE else 3):
             dk_sum, dv_sum = _walk_queries(
-                dk_sum, dv_sum, key, value, s, s0, b, h, place, cuts[part], cuts[part + 1], tensors,
-                numbers, keep, part == 1, C, M, N, WIDTH, EACH, PRECISION,
-            )  # fmt: skip
+                dk_sum,
+                dv_sum,
+                key,
+                value,
+                s,
+                s0,
+                b,
+                h,
+                place,
+                cuts[part],
+                cuts[part + 1],
+                tensors,
+                numbers,
+                keep,
+                part == 1,
+                C,
+                M,
+                N,
+                WIDTH,
+                EACH,
+                PRECISION,
+            )
     at = ((b * S + row) * (H // group) + g) * K + d[None, :]
     tl.store(dk + at, (dk_sum * scale).to(dk.dtype.element_ty), mask=inside)
     tl.store(dv + at, dv_sum.to(dv.dtype.element_ty), mask=inside)
@@ -218,9 +269,29 @@ def _walk_keys(
         dp = tl.dot(dy_tile, tl.trans(value), input_precision=PRECISION, out_dtype=C)
         seen = None if WHOLE else seen_pairs(t, s[None, :], place_t, place_s, b, bounds, hides)
         _kept, ds, slope = score_gradient(
-            x, dp, norm, shift, seen, t, s[None, :], place_t, place_s, s0, b, h, bounds, adds,
-            drops, cap, keep, WHOLE, False, C, M, N,
-        )  # fmt: skip
+            x,
+            dp,
+            norm,
+            shift,
+            seen,
+            t,
+            s[None, :],
+            place_t,
+            place_s,
+            s0,
+            b,
+            h,
+            bounds,
+            adds,
+            drops,
+            cap,
+            keep,
+            WHOLE,
+            False,
+            C,
+            M,
+            N,
+        )
         dq = add_product(dq, (ds * slope).to(key.dtype), key, seen, WHOLE, PRECISION)
     return dq
 
@@ -263,8 +334,28 @@ def _queries_gradient(
     cuts = row_visits(t0, place, bounds, lists, M, N, EACH, OPAQUE)
     for part in tl.static_range(1 if OPAQUE else 3):
         sum = _walk_keys(
-            sum, q_tile, dy_tile, norm, shift, t[:, None], place_t, b, h, place, cuts[part],
-            cuts[part + 1], tensors, numbers, keep, part == 1, C, M, N, WIDTH, EACH, PRECISION,
-        )  # fmt: skip
+            sum,
+            q_tile,
+            dy_tile,
+            norm,
+            shift,
+            t[:, None],
+            place_t,
+            b,
+            h,
+            place,
+            cuts[part],
+            cuts[part + 1],
+            tensors,
+            numbers,
+            keep,
+            part == 1,
+            C,
+            M,
+            N,
+            WIDTH,
+            EACH,
+            PRECISION,
+        )
     at = ((b * T + row) * H + h) * K + d[None, :]
     tl.store(dq + at, (sum * scale).to(dq.dtype.element_ty), mask=inside)

@@ -40,14 +40,21 @@ def bias_gradients(
     if q.numel() and k.numel() and (dbias is not None or partial is not None):
         with on_device(q):
             _gradients[(tiles, (B // rows) * (H // heads))](
-                dbias, partial, dense(given.buckets) if partial is not None else None, rows, heads,
+                dbias,
+                partial,
+                dense(given.buckets) if partial is not None else None,
+                rows,
+                heads,
                 1 if given.table is None else len(given.table),
-                dy, lse, delta, *dy.stride()[:3],
+                dy,
+                lse,
+                delta,
+                *dy.stride()[:3],
                 *problem.arguments(rows=False, M=constants["M"], N=constants["N"]),
                 BUCKETS=triton.next_power_of_2(1 if partial is None else partial.shape[3]),
                 BY_QUERY=dbias is not None and dbias.shape[2] > 1,
                 **constants,
-            )  # fmt: skip
+            )
     if partial is not None:
         dtable = partial.sum((0, 1), dtype=torch.float64).t().to(wide).contiguous()
     if dbias is not None and given.bias is not None:
@@ -98,9 +105,29 @@ def _over_queries(
         dp = tl.dot(dy_tile, tl.trans(value), input_precision=PRECISION, out_dtype=C)
         seen = seen_pairs(t, column, place_t, place_s, b, bounds, hides)
         _kept, ds, _slope = score_gradient(
-            x, dp, norm, shift, seen, t, column, place_t, place_s, s0, b, h, bounds, adds, drops,
-            cap, keep, False, False, C, M, N,
-        )  # fmt: skip
+            x,
+            dp,
+            norm,
+            shift,
+            seen,
+            t,
+            column,
+            place_t,
+            place_s,
+            s0,
+            b,
+            h,
+            bounds,
+            adds,
+            drops,
+            cap,
+            keep,
+            False,
+            False,
+            C,
+            M,
+            N,
+        )
         if buckets is not None:
             sums = _add_to_buckets(sums, ds, seen, place_s - place_t, buckets, reach, BUCKETS)
         if BY_QUERY:
@@ -150,13 +177,40 @@ def _gradients(
         place = b * list_b + h * list_h + (tile * N // LISTED if LISTED > 0 else tile)
         line = (b * H + h) * T
         tensors = (
-            q + b * q_b + h * q_h, dy + b * dy_b + h * dy_h, lse + line, delta + line,
-            query_places, key_places, lists, dbias, buckets,
-        )  # fmt: skip
+            q + b * q_b + h * q_h,
+            dy + b * dy_b + h * dy_h,
+            lse + line,
+            delta + line,
+            query_places,
+            key_places,
+            lists,
+            dbias,
+            buckets,
+        )
         sums, by_key = _over_queries(
-            tl.zeros([BUCKETS], C), by_key, key, value, s, s0, b, h, place, part, tensors, numbers,
-            keep, BUCKETS, BY_QUERY, C, M, N, WIDTH, EACH, OPAQUE, PRECISION,
-        )  # fmt: skip
+            tl.zeros([BUCKETS], C),
+            by_key,
+            key,
+            value,
+            s,
+            s0,
+            b,
+            h,
+            place,
+            part,
+            tensors,
+            numbers,
+            keep,
+            BUCKETS,
+            BY_QUERY,
+            C,
+            M,
+            N,
+            WIDTH,
+            EACH,
+            OPAQUE,
+            PRECISION,
+        )
         if partial is not None:
             lane = tl.arange(0, BUCKETS)
             into = ((b * tl.num_programs(0) + tile) * H + h) * num_buckets

@@ -36,9 +36,11 @@ def attention_forward(
         constants = problem.constants(backward=False)
         with on_device(q):
             _forward[(triton.cdiv(T, constants["M"]), B * H)](
-                y, lse, *problem.arguments(rows=True, M=constants["M"], N=constants["N"]),
+                y,
+                lse,
+                *problem.arguments(rows=True, M=constants["M"], N=constants["N"]),
                 **constants,
-            )  # fmt: skip
+            )
     return y, lse
 
 
@@ -60,8 +62,9 @@ def _walk(
         row = s.to(tl.int64)
         key = tl.load(
             k + row[None, :] * k_t + d[:, None],
-            mask=inside[None, :] & (d < K)[:, None], other=0.0,
-        )  # fmt: skip
+            mask=inside[None, :] & (d < K)[:, None],
+            other=0.0,
+        )
         x = tl.dot(q_tile, key, input_precision=PRECISION, out_dtype=C) * scale
         place_s = places_of(key_places, s, S)[None, :]
         x, _slope = to_scores(x, t, s[None, :], place_t, place_s, b, h, bounds, adds, soft_cap, C)
@@ -79,8 +82,9 @@ def _walk(
             x *= kept_factor(place_t, place_s, s0, b, h, drops, 1.0, False, C, M, N)
         value = tl.load(
             v + row[:, None] * v_t + d[None, :],
-            mask=inside[:, None] & (d < K)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=inside[:, None] & (d < K)[None, :],
+            other=0.0,
+        )
         sum = add_product(
             sum * correction[:, None], x.to(value.dtype), value, seen, WHOLE, PRECISION
         )
@@ -113,8 +117,9 @@ def _forward(
     t, d = t0 + tl.arange(0, M), tl.arange(0, WIDTH)
     q_tile = tl.load(
         q + b * q_b + h * q_h + t.to(tl.int64)[:, None] * q_t + d[None, :],
-        mask=(t < T)[:, None] & (d < K)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(t < T)[:, None] & (d < K)[None, :],
+        other=0.0,
+    )
     place_t = places_of(query_places, t, T)[:, None]
     g = h // group
     tensors = (k + b * k_b + g * k_h, v + b * v_b + g * v_h, key_places, lists)
@@ -124,16 +129,35 @@ def _forward(
     cuts = row_visits(t0, place, bounds, lists, M, N, EACH, OPAQUE)
     for part in tl.static_range(1 if OPAQUE else 3):
         maximum, total, sum = _walk(
-            maximum, total, sum, q_tile, t[:, None], place_t, b, h, place, cuts[part],
-            cuts[part + 1], tensors, numbers, part == 1, C, M, N, WIDTH, EACH, PRECISION,
-        )  # fmt: skip
+            maximum,
+            total,
+            sum,
+            q_tile,
+            t[:, None],
+            place_t,
+            b,
+            h,
+            place,
+            cuts[part],
+            cuts[part + 1],
+            tensors,
+            numbers,
+            part == 1,
+            C,
+            M,
+            N,
+            WIDTH,
+            EACH,
+            PRECISION,
+        )
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     if state is not None:
         share *= keep_bits.to(tl.int64).to(tl.float64, bitcast=True).to(C)
     at = (b * T + t.to(tl.int64)) * H + h
     tl.store(
-        y + at[:, None] * K + d[None, :], (sum * share[:, None]).to(y.dtype.element_ty),
+        y + at[:, None] * K + d[None, :],
+        (sum * share[:, None]).to(y.dtype.element_ty),
         mask=(t < T)[:, None] & (d < K)[None, :],
-    )  # fmt: skip
+    )
     found = tl.where(total == 0.0, -float("inf"), maximum + tl.log(total))
     tl.store(lse + (b * H + h) * T + t, found, mask=t < T)

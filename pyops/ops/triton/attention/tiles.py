@@ -16,9 +16,16 @@ import triton.language as tl
 from pyops.ops.triton.dropout import _words
 
 __all__ = [
-    "add_product", "column_visits", "kept_factor", "places_of", "row_visits", "score_gradient",
-    "seen_pairs", "tile_of", "to_scores",
-]  # fmt: skip
+    "add_product",
+    "column_visits",
+    "kept_factor",
+    "places_of",
+    "row_visits",
+    "score_gradient",
+    "seen_pairs",
+    "tile_of",
+    "to_scores",
+]
 
 
 @triton.jit

@@ -13,5 +13,8 @@ from pyops.tensor_parallel.convert.architectures import (
 __all__ = ["PLANS"]
 
 PLANS: dict[str, dict[str, str]] = {
-    **decoders.PLANS, **encoders.PLANS, **encoder_decoders.PLANS, **pictures.PLANS
-}  # fmt: skip
+    **decoders.PLANS,
+    **encoders.PLANS,
+    **encoder_decoders.PLANS,
+    **pictures.PLANS,
+}

@@ -5,16 +5,26 @@ from __future__ import annotations
 __all__ = ["PLANS"]
 
 GPT2 = {
-    "wte": "vocabulary", "h": "blocks", "lm_head": "logits",
-    "attn": "attention", "attn.c_attn": "packed columns", "attn.c_proj": "rows",
-    "crossattention": "attention", "crossattention.q_attn": "columns",
-    "crossattention.c_attn": "packed columns", "crossattention.c_proj": "rows",
-    "mlp.c_fc": "columns", "mlp.c_proj": "rows",
-}  # fmt: skip
+    "wte": "vocabulary",
+    "h": "blocks",
+    "lm_head": "logits",
+    "attn": "attention",
+    "attn.c_attn": "packed columns",
+    "attn.c_proj": "rows",
+    "crossattention": "attention",
+    "crossattention.q_attn": "columns",
+    "crossattention.c_attn": "packed columns",
+    "crossattention.c_proj": "rows",
+    "mlp.c_fc": "columns",
+    "mlp.c_proj": "rows",
+}
 _SPLIT = {
-    "embed_tokens": "vocabulary", "layers": "blocks", "lm_head": "logits",
-    "self_attn": "attention", "self_attn.[qkv]_proj": "columns",
-}  # fmt: skip
+    "embed_tokens": "vocabulary",
+    "layers": "blocks",
+    "lm_head": "logits",
+    "self_attn": "attention",
+    "self_attn.[qkv]_proj": "columns",
+}
 _GATED = {
     "mlp": "mlp",
     "mlp.gate_proj": "columns",
@@ -73,10 +83,15 @@ PERSIMMON = {
 
 BIOGPT = {**OPT, "output_projection": "logits"}
 MPT = {
-    "wte": "vocabulary", "blocks": "blocks", "lm_head": "logits",
-    "attn": "attention", "attn.Wqkv": "packed columns", "attn.out_proj": "rows",
-    "ffn.up_proj": "columns", "ffn.down_proj": "rows",
-}  # fmt: skip
+    "wte": "vocabulary",
+    "blocks": "blocks",
+    "lm_head": "logits",
+    "attn": "attention",
+    "attn.Wqkv": "packed columns",
+    "attn.out_proj": "rows",
+    "ffn.up_proj": "columns",
+    "ffn.down_proj": "rows",
+}
 
 
 # Gemma 3 with pictures has CLIP's sort of layers beside its own.

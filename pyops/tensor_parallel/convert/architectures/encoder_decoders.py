@@ -5,11 +5,18 @@ from __future__ import annotations
 __all__ = ["PLANS"]
 
 T5 = {
-    "shared": "vocabulary", "embed_tokens": "vocabulary", "block": "blocks", "lm_head": "logits",
-    "*Attention": "attention", "*Attention.[qkv]": "columns", "*Attention.o": "rows",
+    "shared": "vocabulary",
+    "embed_tokens": "vocabulary",
+    "block": "blocks",
+    "lm_head": "logits",
+    "*Attention": "attention",
+    "*Attention.[qkv]": "columns",
+    "*Attention.o": "rows",
     "relative_attention_bias": "bias by head",
-    "DenseReluDense": "mlp", "DenseReluDense.wi*": "columns", "DenseReluDense.wo": "rows",
-}  # fmt: skip
+    "DenseReluDense": "mlp",
+    "DenseReluDense.wi*": "columns",
+    "DenseReluDense.wo": "rows",
+}
 BART = {
     "shared": "vocabulary",
     "embed_tokens": "vocabulary",
