@@ -15,7 +15,7 @@ FOLDER=$(mktemp -d)
 trap 'rm -rf "$FOLDER"' EXIT
 
 # Source -> "" or -fmad=false, as CMakeLists.txt has it.
-contraction() { grep -q "csrc/cuda/$(basename "$1") .*-fmad=false" CMakeLists.txt && echo -fmad=false || true; }
+contraction() { grep -q "$1 .*-fmad=false" CMakeLists.txt && echo -fmad=false || true; }
 
 # Whether a source has, itself or in a header, a condition on the architecture.
 depends_on_architecture() {
@@ -34,7 +34,7 @@ newest="-gencode arch=compute_90,code=sm_90" oldest="-gencode arch=compute_80,co
 chosen="$newest"
 [ "${ARCHITECTURES:-}" != all ] || chosen="$newest $oldest"
 add() { echo "#include \"$PWD/$2\"" >>"$FOLDER/$1.cu"; echo "$3" >"$FOLDER/$1.flags"; }
-for source in csrc/cuda/*.cu; do
+for source in $(find csrc/cuda -name "*.cu" | sort); do
   flag=$(contraction "$source")
   if [ -z "$flag" ]; then
     add contracted "$source" "$chosen"

@@ -19,7 +19,7 @@
 #endif
 
 #include "../math/round.h"
-#include "../math/table.h"
+#include "../math/optimizers/table.h"
 #include "kernels.h"
 
 #define PYOPS_VECTORISE _Pragma("GCC ivdep")

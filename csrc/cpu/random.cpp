@@ -2,8 +2,8 @@
 // (pyops/ops/random.py).
 #include "../host/box.h"
 #include "kernels.h"
-#include "loop.h"
-#include "../host/table.h"
+#include "calls/loop.h"
+#include "../host/optimizers/table.h"
 
 namespace pyops {
 namespace {

@@ -2,7 +2,7 @@
 // same bits everywhere.
 #include "../math/gaussian.h"
 #include "isa.h"
-#include "philox_fill.h"
+#include "rows/philox_fill.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {

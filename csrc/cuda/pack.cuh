@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "../math/round.h"
-#include "../math/table.h"
+#include "../math/optimizers/table.h"
 
 namespace pyops::cuda {
 

@@ -1,6 +1,6 @@
 // Philox streams into CUDA tensors: uniform numbers, normal numbers, dropout masks.
 #include "../host/box.h"
-#include "../host/table.h"
+#include "../host/optimizers/table.h"
 #include "launch.cuh"
 #include "random_kernel.cuh"
 

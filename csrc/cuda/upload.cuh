@@ -1,4 +1,4 @@
-// Putting the rows of a table on the device: csrc/cuda/table.cu.
+// Putting the rows of a table on the device: csrc/cuda/optimizers/table.cu.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "table.h"
+#include "optimizers/table.h"
 
 namespace pyops {
 

@@ -1,4 +1,4 @@
-// The few operations a rule needs beyond + - * /, for float and double; csrc/cpu/vector.h has the
+// The few operations a rule needs beyond + - * /, for float and double; csrc/cpu/rows/vector.h has the
 // same for registers.
 #pragma once
 #include "host_device.h"

@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../cpu/huge_pages.h"
+#include "../cpu/calls/huge_pages.h"
 
 namespace py = pybind11;
 

@@ -52,8 +52,10 @@ of `torch.ops.pyops`.
                                                        one kernel
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and
-for installations without kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and
-csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/triton/<stem>.py.
+for installations without kernels. The folders of csrc/cpu, csrc/cuda and csrc/math have the names
+of those here: a kernel in C++ stands in csrc/cpu/<folder>/<stem>.cpp and
+csrc/cuda/<folder>/<stem>.cu, its formula in csrc/math/<folder>; those in Triton in
+pyops/ops/triton/<stem>.py.
 """
 
 from pyops.ops import attention, random, symmetric_step

@@ -7,7 +7,7 @@ shard, and stores its parameters into every rank's memory.
 
 The bits are those of reduce-scatter, `adam_from_table_` and all-gather one after the other. Over
 the links go, per element of a shard, one gradient read and one parameter written for each other
-rank. The kernel: csrc/cuda/symmetric_step.cuh.
+rank. The kernel: csrc/cuda/communication/symmetric_step.cuh.
 """
 
 from __future__ import annotations

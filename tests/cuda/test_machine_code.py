@@ -18,6 +18,11 @@ NVCC = shutil.which("nvcc")
 REGISTERS, MULTIPROCESSORS = 65536, 132  # of a multiprocessor of sm_90; of an H100 or H200
 
 
+def source(name: str) -> Path:
+    (found,) = (ROOT / "csrc" / "cuda").rglob(name)
+    return found
+
+
 def compiled(stem: str, *options: str | Path) -> str:
     """What nvcc says while it compiles a source for sm_90."""
     headers = Path(torch.__file__).parent / "include"
@@ -25,7 +30,7 @@ def compiled(stem: str, *options: str | Path) -> str:
         *(str(NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-isystem", headers),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA=1"),
         *options,
-        ROOT / "csrc" / "cuda" / f"{stem}.cu",
+        source(f"{stem}.cu"),
     ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
@@ -59,7 +64,7 @@ def test_all_ctas_of_a_sum_run_at_a_time(tmp_path, stem, kernel, exact):
     assert len(ours) >= 2
     (ctas,) = re.findall(
         r"(?:NORM|ONEBIT)_CTAS = (\d+)",
-        (ROOT / "csrc" / "cuda" / f"{stem}_kernel.cuh").read_text(),
+        source(f"{stem}_kernel.cuh").read_text(),
     )
     for name, registers in ours.items():
         at_a_time = REGISTERS // (256 * (-(-registers // 8) * 8)) * MULTIPROCESSORS

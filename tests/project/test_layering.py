@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.test_sizes import entries
+
 pytestmark = pytest.mark.cpu_only
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,7 +233,6 @@ FLOORS = {
         ["optimizer"],
     ],
 }
-MOST_ENTRIES = 12  # of one folder, without its __init__
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "common", "core", "manager", "misc")
 
 
@@ -321,13 +322,6 @@ def test_every_room_has_a_layer():
     assert not unknown, f"give these rooms a layer in LAYERS: {sorted(unknown)}"
 
 
-def entries(folder: Path) -> set[str]:
-    found = {p.stem for p in folder.glob("*.py")} | {
-        p.name for p in folder.iterdir() if (p / "__init__.py").exists()
-    }
-    return found - {"__init__"}
-
-
 def test_every_folder_within_a_room_has_a_floor():
     cut = {p.parent.parent.name for p in PACKAGE.glob("*/*/__init__.py")}
     assert cut == set(FLOORS)
@@ -335,17 +329,6 @@ def test_every_folder_within_a_room_has_a_floor():
         assert sorted(entry for floor in floors for entry in floor) == sorted(
             entries(PACKAGE / room)
         ), room
-
-
-def crowded(folders: Iterable[Path]) -> list[tuple[str, int]]:
-    """Those of the folders that have more entries than MOST_ENTRIES, and how many."""
-    counts = [(str(folder.relative_to(ROOT)), len(entries(folder))) for folder in folders]
-    return [(folder, count) for folder, count in counts if count > MOST_ENTRIES]
-
-
-def test_no_folder_has_more_entries_than_a_reader_holds_in_mind():
-    assert not crowded(p.parent for p in PACKAGE.glob("*/**/__init__.py"))
-    assert not crowded(p.parent for p in (ROOT / "benchmarks").glob("**/__init__.py"))
 
 
 def test_every_bench_is_found_by_its_name_alone():

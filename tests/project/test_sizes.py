@@ -6,6 +6,7 @@ argument list takes, so that no file becomes shorter by being set more tightly.
     file        lines of code                            MAX_FILE_LINES
     function    statements, branches, complexity and     `[tool.ruff.lint.mccabe]` and
                 parameters, by ruff                      `[tool.ruff.lint.pylint]` in pyproject.toml
+    folder      modules, packages, stems of kernels      MOST_ENTRIES
     table       `# fmt: skip`, which keeps a table's     MAX_TABLES
                 columns and may set no code more tightly
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,10 @@ import pytest
 pytestmark = pytest.mark.cpu_only
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "pyops"
 FOLDERS = ("pyops", "csrc", "tests", "benchmarks", "examples")
 MAX_FILE_LINES = 400
+MOST_ENTRIES = 12  # of one folder, without its __init__
 MAX_TABLES = 40
 MARK = "fmt:"
 DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
@@ -77,6 +81,32 @@ def test_code_is_counted_without_docstrings_comments_and_blank_lines():
         "return x\n"
     )
     assert code_lines(source) == 5
+
+
+def entries(folder: Path) -> set[str]:
+    """Modules and packages of a folder; of csrc folders and stems, where optim.cpp, optim.h and
+    optim_kernel.cpp are one."""
+    if folder.is_relative_to(ROOT / "csrc"):
+        names = {p.stem for p in folder.iterdir()}
+        return {n for n in names if not any(n.startswith(f"{stem}_") for stem in names)}
+    found = {p.stem for p in folder.glob("*.py")} | {
+        p.name for p in folder.iterdir() if (p / "__init__.py").exists()
+    }
+    return found - {"__init__"}
+
+
+def crowded(folders: Iterable[Path]) -> list[tuple[str, int]]:
+    """Those of the folders that have more entries than MOST_ENTRIES, and how many."""
+    counts = [(str(folder.relative_to(ROOT)), len(entries(folder))) for folder in folders]
+    return [(folder, count) for folder, count in counts if count > MOST_ENTRIES]
+
+
+def test_no_folder_has_more_entries_than_a_reader_holds_in_mind():
+    assert not crowded(p.parent for p in PACKAGE.glob("*/**/__init__.py"))
+    assert not crowded(p.parent for p in (ROOT / "benchmarks").glob("**/__init__.py"))
+    sources = [p for p in (ROOT / "csrc").rglob("*") if p.is_dir()]
+    assert {p.name for p in sources} > {"cpu", "cuda", "math", "host", "native", "optimizers"}
+    assert not crowded(sources)
 
 
 def unformatted_lines(source: str) -> list[int]:

@@ -35,7 +35,7 @@ from benchmarks.ops.machine_code.triton_cases import TRITON, WITH_PRODUCTS, Case
 __all__ = ["CUDA", "Fact", "elements", "main", "triton_facts"]
 
 ROOT = Path(__file__).resolve().parents[3]
-CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
+CUDA = {path.stem: path for path in sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))}
 COLUMNS = {
     "warps": 5,
     "registers": 9,
@@ -140,7 +140,7 @@ def cubin_of(stem: str, nvcc: str, folder: Path) -> bytes:
     assert spec.origin is not None
     include, out = Path(spec.origin).parent / "include", folder / f"{stem}.cubin"
     exact = re.search(
-        rf"csrc/cuda/{stem}\.cu [^\n]*-fmad=false", (ROOT / "CMakeLists.txt").read_text()
+        rf"{CUDA[stem].relative_to(ROOT)} [^\n]*-fmad=false", (ROOT / "CMakeLists.txt").read_text()
     )
     options = [
         "-std=c++17",
@@ -150,7 +150,6 @@ def cubin_of(stem: str, nvcc: str, folder: Path) -> bytes:
         "-isystem",
         str(include),
     ]
-    source = ROOT / "csrc" / "cuda" / f"{stem}.cu"
     subprocess.run(
         [
             nvcc,
@@ -160,7 +159,7 @@ def cubin_of(stem: str, nvcc: str, folder: Path) -> bytes:
             "-cubin",
             "-o",
             str(out),
-            str(source),
+            str(CUDA[stem]),
         ],
         check=True,
     )

@@ -5,9 +5,9 @@ the order of ranks, and stores the sum here or into every rank's memory.
     reduce-scatter   rows: this rank's part of each   outs: one, of this rank
     two shots        rows: this rank's part of each   outs: this part of every rank's memory
 
-fp32 inside, rounded once: the bits of `sum_rows_`. csrc/cuda/symmetric_meeting.cuh says how ranks
-meet. On the CPU there is no symmetric memory: the rows are those of one process there, and nobody
-is waited for.
+fp32 inside, rounded once: the bits of `sum_rows_`. How ranks meet is said in
+csrc/cuda/communication/symmetric_meeting.cuh. On the CPU there is no symmetric memory: the rows are
+those of one process there, and nobody is waited for.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
 MAX_RANKS = 32
 MAX_CTAS = 64
 PAD_WORDS = 8192
-"""int64 numbers of a pad, which is 0 before the ranks first meet: csrc/cuda/symmetric_meeting.cuh,
-with room."""
+"""int64 numbers of a pad, which is 0 before the ranks first meet, with room:
+csrc/cuda/communication/symmetric_meeting.cuh."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ torch.
 
 A rule sees p (the master, where there is one), g (times grad_factor, negated for maximize), m, v
 and top, the fp32 values of the columns param, grad, exp_avg, exp_avg_sq and max; it puts new values
-in their place. The kernels are csrc/cpu/step.h and csrc/cuda/step.cuh, with the rules of csrc/math.
+in their place. The kernels are csrc/cpu/optimizers/step.h and csrc/cuda/optimizers/step.cuh, with
+the rules of csrc/math/optimizers.
 """
 
 from __future__ import annotations

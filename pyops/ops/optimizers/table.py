@@ -1,7 +1,7 @@
 """The table of an optimizer's rows: pointers, sizes and dtypes, checked once and used by every
 step.
 
-    one int64 row per parameter (csrc/math/table.h holds the same numbers)
+    one int64 row per parameter (csrc/math/optimizers/table.h holds the same numbers)
 
        0      1        2          3       4      5       6      7
     | param | grad | exp_avg | exp_avg_sq | max | master | copy | step |

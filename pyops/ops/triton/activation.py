@@ -101,7 +101,7 @@ def _launch(
 @triton.jit
 def _normal_tail(a, FINE: tl.constexpr):
     """Phi(-a) and the density there, 0 <= a <= 14.3: the bell times the Mills ratio, by the
-    polynomials of csrc/math/activation.h."""
+    polynomials of csrc/math/layers/activation.h."""
     v = a * a
     if FINE:  # exp(-v / 2) in two factors: a product of v alone would round away digits of it
         n = (v * -0.72134752 + 12582912.0) - 12582912.0  # 1.5 2^23: rounds to a whole number

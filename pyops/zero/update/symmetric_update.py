@@ -7,7 +7,7 @@
     forward    finds them there
 
 The bits are those of a reduce-scatter, the step and an all-gather, in that order of summation. The
-kernel: csrc/cuda/symmetric_step.cuh.
+kernel: csrc/cuda/communication/symmetric_step.cuh.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 // The CUDA kernels of the codecs as functions of the host, for tests/cuda/test_codecs.py: no GPU and no nvcc needed.
 #include <cuda_runtime.h>
 
-#include "../../../csrc/cuda/onebit_kernel.cuh"
-#include "../../../csrc/cuda/quantize_kernel.cuh"
+#include "../../../csrc/cuda/communication/onebit_kernel.cuh"
+#include "../../../csrc/cuda/communication/quantize_kernel.cuh"
 
 using namespace pyops;
 using namespace pyops::cuda;

@@ -1,17 +1,17 @@
 // The CUDA kernels as functions of the host, for tests/cuda/test_kernels.py: no GPU and no nvcc needed.
 #include <cuda_runtime.h>
 
-#include "../../../csrc/cuda/adafactor_kernel.cuh"
-#include "../../../csrc/cuda/grad_norm_kernel.cuh"
-#include "../../../csrc/cuda/layer_kernel.cuh"
+#include "../../../csrc/cuda/optimizers/adafactor_kernel.cuh"
+#include "../../../csrc/cuda/optimizers/grad_norm_kernel.cuh"
+#include "../../../csrc/cuda/optimizers/layer_kernel.cuh"
 #include "../../../csrc/cuda/random_kernel.cuh"
-#include "../../../csrc/cuda/reduce_kernel.cuh"
-#include "../../../csrc/cuda/step_kernel.cuh"
-#include "../../../csrc/math/adagrad.h"
-#include "../../../csrc/math/adam.h"
-#include "../../../csrc/math/frozen_adam.h"
-#include "../../../csrc/math/lion.h"
-#include "../../../csrc/math/sgd.h"
+#include "../../../csrc/cuda/communication/reduce_kernel.cuh"
+#include "../../../csrc/cuda/optimizers/step_kernel.cuh"
+#include "../../../csrc/math/optimizers/adagrad.h"
+#include "../../../csrc/math/optimizers/adam.h"
+#include "../../../csrc/math/optimizers/frozen_adam.h"
+#include "../../../csrc/math/optimizers/lion.h"
+#include "../../../csrc/math/optimizers/sgd.h"
 
 using namespace pyops;
 using namespace pyops::cuda;
@@ -164,7 +164,7 @@ void emulated_norm_of_list(unsigned grid, const void* const* addresses, const in
   emulation::launch(grid, THREADS, [&] { norm_kernel(rows, &workspace, out, false); });
 }
 
-// Dtype codes of math/table.h; the packs are those that csrc/cuda/reduce.cu chooses, or single elements.
+// Dtype codes of math/optimizers/table.h; the packs are those that csrc/cuda/communication/reduce.cu chooses, or single elements.
 void emulated_sum(unsigned grid, void* out, const void* const* addends, int count, int with_out, double scale, int64_t numel,
                   int dtype_out, int dtype_in, int head) {
   Rows rows{};

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "../../../csrc/math/table.h"
+#include "../../../csrc/math/optimizers/table.h"
 
 using namespace pyops;
 

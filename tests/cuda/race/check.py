@@ -136,7 +136,7 @@ def reports(text: str) -> list[str]:
 def sites() -> dict[str, str]:
     """`file:line` of every barrier and fence in the kernels, and the line's text."""
     found = {}
-    for path in sorted(KERNELS.glob("*.cuh")):
+    for path in sorted(KERNELS.rglob("*.cuh")):
         for number, text in enumerate(path.read_text().splitlines(), start=1):
             if re.search(r"__(syncthreads(_or)?|threadfence)\(", text.split("//")[0]):
                 found[f"{path.name}:{number}"] = text.strip()

@@ -47,7 +47,7 @@ __all__ = ["SymmetricMemory", "Unavailable", "memory_of", "symmetric_empty"]
 WORKSPACE_BYTES = 16 << 20  # of each rank, for tensors that lie elsewhere
 ONE_SHOT_BYTES = 256 << 10  # up to here every rank reads all of every rank's, in one round
 LINE = 64  # elements: parts begin at multiples of it, so that no rank's accesses are out of line
-PIECE = 2048  # elements of a CTA's turn: csrc/cuda/symmetric_kernel.cuh
+PIECE = 2048  # elements of a CTA's turn: csrc/cuda/communication/symmetric_kernel.cuh
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

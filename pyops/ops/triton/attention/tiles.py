@@ -57,7 +57,7 @@ def seen_pairs(t, s, place_t, place_s, b, bounds, hides):
 
 @triton.jit
 def _tanh(u):
-    """And its slope; near 0 a Taylor polynomial, as in csrc/math/attention.h."""
+    """And its slope; near 0 a Taylor polynomial, as in csrc/math/attention/attention.h."""
     a, z = tl.abs(u), u * u
     e = tl.exp(-2.0 * a)
     far = (1.0 - e) / (1.0 + e)

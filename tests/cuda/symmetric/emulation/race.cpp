@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/cuda/symmetric_kernel.cuh"
-#include "csrc/cuda/symmetric_step.cuh"
-#include "csrc/math/adam.h"
+#include "csrc/cuda/communication/symmetric_kernel.cuh"
+#include "csrc/cuda/communication/symmetric_step.cuh"
+#include "csrc/math/optimizers/adam.h"
 
 using namespace pyops;
 using namespace pyops::cuda;
