@@ -176,7 +176,7 @@ def with_functions(function: F, **others: Callable[..., Any]) -> F:
 # Subclasses of tensors, and memory.
 
 # A context: within, operations on tensor subclasses do not call their __torch_function__. The class
-# itself, for torch.compile knows it by identity.
+# itself, for torch.compile recognizes it by identity.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 # What a subclass sets as its __torch_function__ to have none: operations go on to its
@@ -317,7 +317,7 @@ def has_backend(name: str) -> bool:
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """int32 [N, M], the exact product of int8 codes [N, K] and [K, M]. On CUDA it wants more than
+    """int32 [N, M], the exact product of int8 codes [N, K] and [K, M]. On CUDA it needs more than
     16 rows, and K and M that are multiples of 8."""
     return torch._int_mm(a, b)
 
@@ -340,7 +340,7 @@ def symmetric_rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> Any:
 
 def symmetric_remote(handle: Any, rank: int, like: Tensor) -> Tensor:
     """The tensor of a rank that stands where `like` stands here."""
-    if hasattr(handle, "get_remote_tensor"):  # knows where in its block the tensor begins
+    if hasattr(handle, "get_remote_tensor"):  # has the place of the tensor in its block
         found: Tensor = handle.get_remote_tensor(rank, tuple(like.shape), like.dtype)
         return found
     older: Tensor = handle.get_buffer(rank, tuple(like.shape), like.dtype)

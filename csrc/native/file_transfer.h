@@ -118,7 +118,7 @@ struct Piece {
     }
 };
 
-// Memory as O_DIRECT wants it.
+// Memory as O_DIRECT needs it.
 class BounceBuffer {
 public:
     BounceBuffer() : memory_(static_cast<char*>(std::aligned_alloc(4096, BOUNCE_BYTES))) {

@@ -180,7 +180,7 @@ private:
         }
     }
 
-    // The first piece of the queue into a free slot; false when it wants a bounce buffer and all
+    // The first piece of the queue into a free slot; false when it needs a bounce buffer and all
     // are in use.
     bool take() {
         Piece& first = queue_.front();

@@ -23,7 +23,7 @@ from pyops.zero import ZeroConfig, ZeroOptimizer
 __all__ = ["HealingZero", "check_healable", "ranges_of_states"]
 
 STAGE_1 = ZeroConfig(stage=1)
-CLOSINGS = 10  # each of which hears of one collective more that failed
+CLOSINGS = 10  # each of which learns of one collective more that failed
 
 
 class HealingZero(HealingReplica):

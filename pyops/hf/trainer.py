@@ -94,7 +94,7 @@ class ZeroTraining:
         return is_scaled(self._zero_config)
 
     def _let_step_clip(self) -> None:
-        """Of gradients that are cut, or scaled, step() alone knows the norm."""
+        """Of gradients that are cut, or scaled, step() alone has the norm."""
         lacking = [name for name in CLIPPING if not hasattr(super(ZeroTraining, self), name)]
         if lacking:
             raise ValueError(

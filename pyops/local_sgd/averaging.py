@@ -227,7 +227,7 @@ class LocalSGD(SavedReplica):
             means.append(part.message(own, weight=weight))
             try:
                 pending.append(part.begin(means[-1], self.exchange))
-            except Exception as error:  # of which all hear when they agree
+            except Exception as error:  # of which all are told when they agree
                 pending.append(Failed(error))
         self._on_its_way.append(OnItsWay(fragment, self.steps + delay, means, pending))
 

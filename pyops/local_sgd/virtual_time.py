@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class ReplicaDied(Exception):
-    """Ends a virtual replica: the others hear of it in the next exchange."""
+    """Ends a virtual replica: the others are told in the next exchange."""
 
 
 @dataclass(frozen=True)

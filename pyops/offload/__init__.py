@@ -13,7 +13,7 @@ step k, write k - 1; states read when asked for | | traffic.py | gradients and p
 processor and back |
 | async_file.py | AsyncFile: tensors read from and written to a file while the program computes |
 
-Nothing here knows of process groups: what is stepped may be a whole model or a shard.
+Nothing here uses process groups: what is stepped may be a whole model or a shard.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ by tile.
     loss.backward(); offloaded.step()                in place of optimizer.step()
 
 For each tile the optimizer stands before slices of its parameters, whose states are views of the
-tile, and takes an ordinary step; it knows nothing of the rest. Rajbhandari et al., ZeRO-Infinity,
-arXiv:2104.07857, section 5.2.
+tile, and takes an ordinary step; it is given nothing of the rest. Rajbhandari et al.,
+ZeRO-Infinity, arXiv:2104.07857, section 5.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads the kernels and keeps the list of ops: the one place that knows whether there is an
+"""Loads the kernels and keeps the list of ops: the one place that says whether there is an
 extension.
 
 define(schema, reference, fake, ...)      pyops/ops/<stem>.py, at import

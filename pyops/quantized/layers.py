@@ -78,7 +78,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_head(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a module makes a language model's logits: the loss may want its weight itself.
+    """Whether a module makes a language model's logits: the loss may need its weight itself.
 
     Args:
         model: Of pyops or transformers.

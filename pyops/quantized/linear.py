@@ -121,7 +121,7 @@ class QuantizedLinear(nn.Module):
         self.renew_sums()
 
     def renew_sums(self) -> None:
-        """Sum the codes of each output anew, where zero points of activations want the sums.
+        """Sum the codes of each output anew, where zero points of activations need the sums.
         Collective where ranks cut the layer by rows."""
         activations, ranks = self.scheme.activations, self.shape.ranks
         if not isinstance(activations, Int8) or activations.symmetric:

@@ -75,7 +75,7 @@ def checkpoint(
             part's inputs more are whole at a time.
     """
     plain = partition_group is None and offload is None and arena is None
-    if plain and torch.compiler.is_compiling():  # which knows torch's checkpoint
+    if plain and torch.compiler.is_compiling():  # which supports torch's checkpoint
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
     places = [

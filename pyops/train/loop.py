@@ -335,7 +335,7 @@ class TrainingLoop:
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: of all ranks, and of this one alone."""
-        # First the state: with it a rank without a part in the layout hears of the others' steps.
+        # First the state: with it a rank without a part in the layout is told the others' steps.
         state, device = self.training.state(), self.training.device
         own = {"torch": torch.get_rng_state()}
         if device.type == "cuda":

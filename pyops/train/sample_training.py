@@ -266,7 +266,7 @@ class SampleTraining(Training):
                 if broken:
                     break
             ends = self._at_epoch_end() or self.elastic.is_due or self.is_over
-            # A rank without a part in the layout took no step, and hears of the signal here.
+            # A rank without a part in the layout took no step, and is told of the signal here.
             broken = self.elastic.any_of(broken and not ends)
             asked = self.elastic.any_of(bool(request.number))
             note = ""
@@ -331,10 +331,10 @@ class SampleTraining(Training):
 
         Args:
             share: This rank's samples of the batch.
-            stop: Whether this rank wants to stop.
+            stop: Whether this rank is to stop.
 
         Returns:
-            The metrics of the step, and whether any rank wants to stop.
+            The metrics of the step, and whether any rank is to stop.
         """
         started = time.perf_counter()
         inputs, target, named = self._rows(share, epoch=share.epoch)

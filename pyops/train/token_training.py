@@ -117,10 +117,10 @@ class TokenTraining(Training):
         """Take one optimizer step.
 
         Args:
-            stop: Whether this rank wants to stop.
+            stop: Whether this rank is to stop.
 
         Returns:
-            The metrics of the step, and whether any rank wants to stop.
+            The metrics of the step, and whether any rank is to stop.
         """
         started, step, trainer = time.perf_counter(), self.step, self.trainer
         lr, skipped = self.lr_at(step), trainer.skipped

@@ -1,4 +1,4 @@
-// Operands and results of the ops between linear layers: dense where the kernels want it, in huge
+// Operands and results of the ops between linear layers: dense where the kernels need it, in huge
 // pages where that pays.
 #pragma once
 #include "../../host/optimizers/table.h"

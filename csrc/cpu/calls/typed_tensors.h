@@ -1,4 +1,4 @@
-// Tensors of a given dtype for ops that take several: operands as the kernels want them, and
+// Tensors of a given dtype for ops that take several: operands as the kernels take them, and
 // results.
 #pragma once
 #include "layer_tensors.h"

@@ -18,7 +18,7 @@ struct DepthwiseSpan {
     bool streams;    // the result would fill the caches: it may go past them
 };
 
-// Numbers of fp32 (float64) that a call of a kernel wants as scratch.
+// Numbers of fp32 (float64) that a call of a kernel needs as scratch.
 inline int64_t depthwise_scratch(const DepthwiseSpan& span) {
     return DEPTHWISE_SUMS * span.channels + 5 * span.width * span.channels;
 }

@@ -1,5 +1,5 @@
-// A bias as the kernels want it: contiguous fp32 (float64 for float64); zeros where there is none,
-// if the kernel wants them.
+// A bias as the kernels take it: contiguous fp32 (float64 for float64); zeros where there is none,
+// if the kernel needs them.
 #pragma once
 #include "../kernels.h"
 #include "../calls/layer_tensors.h"

@@ -1,4 +1,4 @@
-// The table of this instruction set's kernels, by the name that isa.cpp knows.
+// The table of this instruction set's kernels, by the name that isa.cpp looks for.
 #include "../isa.h"
 
 #define PYOPS_JOIN_(a, b) a##b

@@ -194,8 +194,8 @@ __device__ __forceinline__ void four(const Codec& codec, const Source& source, i
 }
 
 // Calls body(block, first element, end) for the blocks of this warp, of all from `first` on. ALIKE:
-// the compiler knows blocks to be alike in all lanes, so that branches on them are of the whole warp
-// and their numbers are kept once. Not where one register more would be spilled.
+// the compiler sees that blocks are alike in all lanes, so that branches on them are of the whole
+// warp and their numbers are kept once. Not where one register more would be spilled.
 template <bool ALIKE = true, typename Body>
 __device__ __forceinline__ void for_blocks(int64_t n, int64_t block, int64_t first,
                                            const Body& body) {

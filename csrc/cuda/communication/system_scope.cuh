@@ -1,6 +1,6 @@
 // Memory that several GPUs see: single words that order what lies around them, at system scope.
 //
-//   store_release    whatever this thread did, or knows of, before  ->  the word
+//   store_release    whatever this thread did, or has seen, before  ->  the word
 //   load_acquire     the word  ->  whatever this thread does after
 //
 // Without nvcc they are the compiler's own atomics, which ThreadSanitizer understands.

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are still on the disk: read whole, or the part that a rank wants,
+"""Tensors of a checkpoint that are still on the disk: read whole, or the part that a rank needs,
 however they were stored.
 
 stored | range 0 (file of rank 0) | range 1 (file of rank 1) | range 2 (rank 0) |   or boxes, or

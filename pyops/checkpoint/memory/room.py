@@ -98,7 +98,7 @@ class Room:
     wanted: int
 
     def refusal(self, root: Path, everyone: Iterable[Room]) -> CheckpointError | None:
-        """What there is to say if the ranks of this place want more than there is.
+        """What there is to say if the ranks of this place need more than there is.
 
         Args:
             root: Of the runs' folders.

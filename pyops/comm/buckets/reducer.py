@@ -174,7 +174,7 @@ class Reducer:
         self._hooks.remove()
 
     def leave(self, error: Exception) -> NoReturn:
-        """Raise `error` on this rank; the others hear of it in their next reduction."""
+        """Raise `error` on this rank; the others are told in their next reduction."""
         if self.communicator is not None:
             self.communicator.leave(error, device=self.buffers[0].data.device)
         raise error

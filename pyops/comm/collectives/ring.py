@@ -131,8 +131,8 @@ def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> Non
 
     As many bytes as by way of owners, and a + b has the same bits as b + a.
 
-    Receives are posted well ahead of the sends: Gloo sends when it hears that somebody waits, and
-    it hears so through the very stream in which the other's data are on their way.
+    Receives are posted well ahead of the sends: Gloo sends when it is told that somebody waits, and
+    it is told so through the very stream in which the other's data are on their way.
     """
     peer = 1 - transport.rank
     pieces = x.split(segment)

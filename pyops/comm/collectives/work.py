@@ -117,7 +117,7 @@ class Worker:
 
     def submit(self, function: Callable[[], Tensor]) -> ThreadWork:
         if self._thread is None:
-            # The thread knows the inbox only, so it does not keep this object alive.
+            # The thread holds the inbox only, so it does not keep this object alive.
             self._thread = threading.Thread(
                 target=_serve, args=(self._inbox,), name=self._name, daemon=True
             )

@@ -110,8 +110,8 @@ class _Mail:
     """The messages of one collective: `order` is that in which every rank sends them,
     sizes(message) the bytes from each rank.
 
-    On the CPU, receives are posted AHEAD of their turn: Gloo sends when it hears that somebody
-    waits, and it hears so through the very stream in which other data are on their way. On CUDA a
+    On the CPU, receives are posted AHEAD of their turn: Gloo sends when it is told that somebody
+    waits, and it is told so through the very stream in which other data are on their way. On CUDA a
     message's sends and receives are one batch.
     """
 

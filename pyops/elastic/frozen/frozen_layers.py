@@ -46,7 +46,7 @@ class FrozenLayers(nn.Module):
     where there is none.
 
     Args:
-        layers: From the model's first; their parameters want no gradients from now on, shared ones
+        layers: From the model's first; their parameters get no gradients from now on, shared ones
             too (a head that is tied to the embedding). What one returns the next takes, a tuple as
             several arguments.
         cache: What they say to samples that are numbered is read from there, and kept there;

@@ -2,8 +2,8 @@
 neighbours has.
 
 rank 3  waits for rank 0's connection  --.
-rank 2  waits for rank 1's               |     a ring, in which rank 0 hangs: who waits for it hears
-                                               of nothing else
+rank 2  waits for rank 1's               |     a ring, in which rank 0 hangs: a rank that
+                                               waits for it learns of nothing else
 rank 1  gave up  --------> store --> watch of rank 3 --> closes rank 3's connections, and its wait
 ends with an error
 """

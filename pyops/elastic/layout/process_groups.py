@@ -89,7 +89,7 @@ def _limit(seconds: float | None) -> timedelta:
 @contextmanager
 def abort_on_failure(waiting_group: dist.ProcessGroup | None) -> Iterator[None]:
     """Around what ranks do in their own groups: if one is lost, whoever waits in this group of all
-    hears of it too."""
+    is told of it too."""
     try:
         yield
     except CommunicationError:

@@ -5,8 +5,8 @@ gradients.
                                                      than before
     layer             0    1    2     3    4    5
 
-A policy knows neither model nor trainer: it is given numbers and answers with a number, when asked:
-once an epoch, or every so many steps. Layers are those that may be frozen, the blocks of a
+A policy is given numbers, neither model nor trainer, and answers with a number, when asked: once an
+epoch, or every so many steps. Layers are those that may be frozen, the blocks of a
 transformer; what stands before them (the embedding) is frozen with the first of them, what stands
 behind (the head) never. `frozen` counts layers: with 3, layers 0, 1 and 2 are frozen, and 3 is the
 first that is not. Meter measures the norms, agree_on makes sure that all ranks decided alike.

@@ -319,7 +319,7 @@ class RankRuntime:
             self.worker.close()
             self.meter = Meter(
                 [[] for _ in self.held]
-            )  # the other one knows the parameters, and with them their memory
+            )  # the other one holds the parameters, and with them their memory
         self.worker = None
         self._groups.close()
 

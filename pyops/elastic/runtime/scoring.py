@@ -33,7 +33,7 @@ def scored(
         first: The number of the first held-out sample in the cache; None: nothing is read there.
             What goes wrong on one rank is raised there, and on all of its pipeline before the next
             portion.
-        waiting_group: Where idle ranks wait, and hear of one that is lost.
+        waiting_group: Where idle ranks wait, and are told of one that is lost.
     """
     total = 0.0
     error: Exception | None = None

@@ -1,2 +1,2 @@
-"""The architectures of Hugging Face folders that pyops knows: for each, config.json and tensor
+"""The architectures of Hugging Face folders that pyops loads: for each, config.json and tensor
 names as a table."""

@@ -97,7 +97,7 @@ class PretrainedWeights:
         """Compare names, shapes and kinds of numbers with those of a model; reads no tensor.
 
         The names that the files have in front of a base model's, or lack, are put right, and so are
-        the names and layouts of other versions that transformers knows. Call it before the model is
+        the names and layouts of other versions that transformers reads. Call it before the model is
         cut into pipeline stages: what other stages hold would be missed.
 
         Args:
@@ -139,9 +139,10 @@ class PretrainedWeights:
         return WeightReport(tuple(missing), tuple(unused))
 
     def names_of(self, model: nn.Module) -> dict[nn.Module, str]:
-        """The names of a model's modules, which `fill` knows from now on: call it where modules of
-        the model that was checked have been replaced and `fill` is given some of another model, a
-        pipeline stage that is none of its modules, say.
+        """The names of a model's modules, which `fill` accepts from now on.
+
+        Call it where modules of the model that was checked have been replaced and `fill` is given
+        some of another model, a pipeline stage that is none of its modules, say.
 
         Args:
             model: Its modules have the names that they have in the whole model.

@@ -4,7 +4,7 @@
                       between            those tokens, then hidden states of each job
                       last stage         hidden states of each job; chooses
 
-Every rank knows the size of each message from what was chosen before, so none needs a header.
+Every rank derives the size of each message from what was chosen before, so none needs a header.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _signed_product(a: Tensor, weight: Tensor) -> Tensor:
     rows, out = a.shape[0], weight.shape[0]
     if not a.numel() or not weight.numel():
         return a.new_zeros((rows, out), dtype=torch.int32)
-    if a.is_cuda:  # cuBLAS wants more than 16 rows, and widths that are multiples of 8
+    if a.is_cuda:  # cuBLAS needs more than 16 rows, and widths that are multiples of 8
         inner = -a.shape[1] % 8
         a = torch.nn.functional.pad(a, (0, inner, 0, max(17 - rows, 0)))
         weight = torch.nn.functional.pad(weight, (0, inner, 0, -out % 8))

@@ -7,8 +7,8 @@ and for the gradient the sums and their use.
 A channel is the last dimension, so an image is [N, H, W, C]. Moments are the mean and the sum of
 the squared distances from it (never E[x^2] - E[x]^2), in float64, of a few rows in fp32 first and
 then merged in order (Chan, Golub and LeVeque, 1979): the same bits for any number of threads. The
-gradient's sums likewise. Nothing here has a derivative of its own: whoever joins the parts knows
-which ranks they come from (pyops.models.coatnet.batch_norm).
+gradient's sums likewise. Nothing here has a derivative of its own: that is for the caller, who
+joins the parts of the ranks (pyops.models.coatnet.batch_norm).
 
 Bytes per element of fp32: moments 4, application 8, sums 8, the input's gradient 12. On CUDA the
 parts are plain torch.

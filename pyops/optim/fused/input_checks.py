@@ -97,7 +97,7 @@ def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
     """Raise ValueError for a learning rate, betas, or another number out of range, or an option
     that no kernel has.
 
-    Checks those of the hyper-parameters it knows that the group has.
+    Checks those of the hyper-parameters listed above that the group has.
     """
     _check_numbers(group, who=who)
     for key in SWITCHES:

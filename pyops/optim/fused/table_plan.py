@@ -31,7 +31,7 @@ class TablePlan:
 
     table: of the rows that fit one, or None. leftover: places in the group of the others, in lists
     to be launched one after the other; they are gathered anew each step. written: what a launch of
-    the table changes and autograd should know of. key: what the optimizer wants to find unchanged,
+    the table changes and autograd must be told of. key: what must be unchanged for the optimizer,
     besides tensors.
     """
 

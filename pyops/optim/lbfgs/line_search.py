@@ -31,7 +31,7 @@ MARGIN = 0.1  # of a bracket, from its ends, that a trial keeps when interpolati
 
 @dataclass(frozen=True)
 class Trial:
-    """What the search wants to know.
+    """What the search asks for.
 
     Attributes:
         step: At this step length.

@@ -110,7 +110,7 @@ def share_of(
             rows = num_rows(dict(batch)) or 0
             if rows:
                 count, divisor = loss.count(batch), loss.divisor(batch)
-        except Exception as error:  # of the caller's own loss too: every rank must hear of it
+        except Exception as error:  # of the caller's own loss too: every rank must be told
             problem = error
     place = [mesh.rank(axis) for axis in ("dp", "tp", "pp", "cp")]
     mark = _mark(batch) if rows and mesh.size("cp") > 1 else 0

@@ -4,7 +4,7 @@
     forward   1    2    1  |  3    2  |  4         -> Costs(forward=[4, 5, 4], ...)
 
 Times add up. Bytes do not: a tensor that two layers of a stage keep, as the output of one and the
-input of the next, and a weight that they share are there once; so a profile knows each layer's
+input of the next, and a weight that they share are there once; so a profile has each layer's
 storages and parameters by number.
 """
 

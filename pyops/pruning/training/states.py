@@ -1,4 +1,4 @@
-"""What an optimizer knows of pruned weights, set to 0: moments, momentum, masters.
+"""What an optimizer keeps of pruned weights, set to 0: moments, momentum, masters.
 
 With a weight of 0, states of 0 and a gradient of 0 every optimizer here leaves the weight at 0:
 Adam's update is 0 / (sqrt(0) + eps), Lion's sign(0), decay is a multiple of the weight.

@@ -70,7 +70,7 @@ def check_batches(batches: Batches | None, what: str) -> list[Batch]:
 
     Args:
         batches: examples.
-        what: what wants them, for the message.
+        what: what needs them, for the message.
 
     Raises:
         ValueError: for none, and for examples without a number.

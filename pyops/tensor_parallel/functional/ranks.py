@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group as torch knows it; only for more than one rank."""
+        """The group as torch has it; only for more than one rank."""
         assert isinstance(self.group, dist.ProcessGroup)
         return self.group
 

@@ -102,7 +102,7 @@ class DownpourTrainer(FlatTrainer):
 
         Args:
             batch: This replica's rows.
-            vote: Whether this rank wants to stop; the others hear of it when they meet.
+            vote: Whether this rank is to stop; the others are told when they meet.
 
         Returns:
             The mean loss of this replica; where replicas meet, of all.

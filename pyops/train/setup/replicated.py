@@ -99,7 +99,7 @@ class FlatTrainer:
 
         Args:
             batch: This rank's rows, on all ranks equally many.
-            vote: Whether this rank wants to stop, say.
+            vote: Whether this rank is to stop, say.
 
         Returns:
             The mean loss over the terms that the loss counts, of all ranks.

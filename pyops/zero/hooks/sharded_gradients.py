@@ -51,7 +51,7 @@ class ShardedGradients:
     gradients stay whole, in `.grad`.
 
     Args:
-        flats: The flat parameters; each knows its buckets.
+        flats: The flat parameters; each has its buckets.
         communicator: None where one rank runs alone.
         keeps: Whether the memory of whole gradients stays, as at stage 1; or that memory, of each
             flat buffer.

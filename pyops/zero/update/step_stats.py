@@ -72,11 +72,11 @@ class StepStats:
     """The sums over all ranks.
 
     Attributes:
-        sums: What the host knows; its entries MEASURED are of no meaning.
+        sums: What the host has; its entries MEASURED are of no meaning.
         measured: float64 [2], the sum of squares and the number of elements that are not finite: on
-            the device of the gradients, or on the CPU where the host knows them already.
+            the device of the gradients, or on the CPU where the host has them already.
         device: Of the gradients.
-        on_host: Whether the host knows `measured`, so that reading it waits for nothing.
+        on_host: Whether the host has `measured`, so that reading it waits for nothing.
     """
 
     sums: list[float]

@@ -37,7 +37,7 @@ def candidates(
     """
     any_order = size == 2 or flat.dtype in _ORDER_FREE
     if flat.is_cuda:
-        if flat.dtype == torch.int16:  # of which NCCL knows no sums
+        if flat.dtype == torch.int16:  # which NCCL does not sum
             return ["two_shot"]
         return ["native", "two_shot"] if any_order and backend() != "nccl" else ["native"]
     names = ["two_shot", "ring"] if any_order else ["two_shot"]

@@ -278,7 +278,7 @@ class Communicator:
 
         Args:
             device: Of the tensors in that collective. Over NCCL ranks don't compare what they call:
-                the others then hear nothing.
+                the others are then told nothing.
         """
         if self.size > 1 and (device.type == "cpu" or self.backend(device) == "gloo"):
             with contextlib.suppress(Exception):
