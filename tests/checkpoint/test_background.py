@@ -191,7 +191,9 @@ def lose_rank_1(rank: int, group: Any, path: str) -> str:
 
 
 def test_a_rank_that_is_killed_while_it_writes(tmp_path):
-    BackgroundSaver().save(tmp_path / "c", make_state(1.0))
+    saver = BackgroundSaver()
+    saver.save(tmp_path / "c", make_state(1.0))
+    saver.wait()
     first, second = spawn_ranks(2, lose_rank_1, str(tmp_path / "c"))
     assert second.exitcode == -signal.SIGKILL
     assert "no word of the files of ranks [1]" in first.result
