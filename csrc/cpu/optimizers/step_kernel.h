@@ -84,32 +84,10 @@ void direct(const StepSpan& span, const R<float>& scalars, void* p, void* shadow
     }
 }
 
-// n <= TILE random half-words of the stream, from element `index` on: the words' halves, low one
-// first.
-void random_halves(uint16_t* out, int64_t n, const StepSpan& span, uint64_t index,
-                   uint32_t stream) {
-    uint32_t words[4 * PHILOX_LANES];
-    for (int64_t done = 0; done < n;) {
-        const uint64_t j = index + static_cast<uint64_t>(done);
-        const int64_t first = static_cast<int64_t>(j & 7);
-        const int64_t count =
-            8 * PHILOX_LANES - first < n - done ? 8 * PHILOX_LANES - first : n - done;
-        philox_fill(words, span.seed, j >> 3, span.step, stream);
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-        memcpy(out + done, reinterpret_cast<const char*>(words) + 2 * first,
-               static_cast<size_t>(2 * count));
-#else
-        for (int64_t i = first; i < first + count; ++i)
-            out[done + i - first] = static_cast<uint16_t>(words[i >> 1] >> (16 * (i & 1)));
-#endif
-        done += count;
-    }
-}
-
 void store_randomly(void* to, const float* from, int64_t n, int dtype, const StepSpan& span,
                     uint64_t index, uint32_t stream) {
     uint16_t random[TILE];
-    random_halves(random, n, span, index, stream);
+    random_halves(random, n, span.seed, index, span.step, stream);
     uint16_t* out = static_cast<uint16_t*>(to);
     if (dtype == BF16) {
         PYOPS_VECTORISE
