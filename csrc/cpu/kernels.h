@@ -210,8 +210,8 @@ struct Kernels {
     // What is best of STRIPE_LANES windows of two stripes.
     void (*stripe_windows)(const StripeWindows& windows, StripeGain* gains);
     // Adds the counts of magnitudes: of the upper 15 bits below the sign (prefix < 0), even and odd
-    // numbers in the first and second half of `counts`, or of the lower 16 bits of those whose upper
-    // ones are `prefix`. And sets what has no bit to 0, from a byte's first bit on.
+    // numbers in the first and second half of `counts`, or of the lower 16 bits of those whose
+    // upper ones are `prefix`. And sets what has no bit to 0, from a byte's first bit on.
     void (*radix_count)(const void* data, int64_t n, int dtype, int64_t prefix, uint32_t* counts);
     void (*keep_bits)(void* data, const uint8_t* bits, int64_t n, int dtype);
     // Rows [first, last) as whole numbers; outputs [first, last) of all rows times whole numbers.

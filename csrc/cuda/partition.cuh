@@ -32,8 +32,8 @@ struct Range {
     int64_t begin, end;
 };
 
-// The chunks of CTA `cta` in the slab that begins at chunk `first`, a multiple of ctas * SPAN; every
-// CTA's share of a slab differs by one chunk at most.
+// The chunks of CTA `cta` in the slab that begins at chunk `first`, a multiple of ctas * SPAN;
+// every CTA's share of a slab differs by one chunk at most.
 PYOPS_EVERYWHERE Range span_of(int64_t first, unsigned cta, unsigned ctas, int64_t chunks) {
     const int64_t left = chunks - first;
     // 32 bits: a division of 64 is a call of some eighty instructions. cta * here < ctas^2 * SPAN.

@@ -22,8 +22,8 @@ struct ArgumentOf {
     int64_t place;
 };
 
-// Within a handler of `error`: throws it again, but where a call into torch failed, which is for want
-// of memory in nearly every case, torch's words in the place of the call's.
+// Within a handler of `error`: throws it again, but where a call into torch failed, which is for
+// want of memory in nearly every case, torch's words in the place of the call's.
 [[noreturn]] void throw_from(const char* op, const std::runtime_error& error);
 
 // Throws unless the storage reaches as far as sizes, strides and offset do.

@@ -1,5 +1,5 @@
-// The few operations a rule needs beyond + - * /, for float and double; csrc/cpu/rows/vector.h has the
-// same for registers.
+// The few operations a rule needs beyond + - * /, for float and double; csrc/cpu/rows/vector.h has
+// the same for registers.
 #pragma once
 #include "host_device.h"
 

@@ -1,6 +1,6 @@
-// The exponential function for float, double and, through csrc/cpu/rows/vector.h, registers of float.
-// Polynomial: S. Moshier, Cephes, expf; within 1 ulp. A nan stays; below -104 the result is 0,
-// above 88.8 it is inf; subnormal results are not flushed.
+// The exponential function for float, double and, through csrc/cpu/rows/vector.h, registers of
+// float. Polynomial: S. Moshier, Cephes, expf; within 1 ulp. A nan stays; below -104 the result is
+// 0, above 88.8 it is inf; subnormal results are not flushed.
 #pragma once
 #include "arithmetic.h"
 

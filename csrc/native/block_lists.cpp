@@ -1,13 +1,13 @@
 // BlockLists: the blocks that a list of rectangles visits, by rows and by columns, each once and
 // ascending; under pyops.ops.attention.BlockLayout.
 //
-//   rectangles of blocks              a strip of 64 rows as bits        lists of the rows, from which
-//   (head, row, row end,       -->    . x x . . x .  row 0       -->    those of the columns follow:
-//    column, column end)              . . x x . . .  row 1              rows come in their order
+//   rectangles of blocks            a strip of 64 rows as bits        lists of the rows, from which
+//   (head, row, row end,     -->    . x x . . x .  row 0       -->    those of the columns follow:
+//    column, column end)            . . x x . . .  row 1              rows come in their order
 //
-// A strip is painted by the rectangles that reach into it alone, and of a row only the words between
-// its first and last painted one are read: memory and time are those of what is visited, and of one
-// strip.
+// A strip is painted by the rectangles that reach into it alone, and of a row only the words
+// between its first and last painted one are read: memory and time are those of what is visited,
+// and of one strip.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

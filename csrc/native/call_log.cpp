@@ -5,7 +5,7 @@
 // conversions of pybind11. pyops/flight_record/call_log.py says what each does, and does it where
 // this was not built.
 //
-//     memory    | header | entry 1 | entry 2 | ... | entry n |      call n + 1 takes the place of call 1
+//    memory    | header | entry 1 | entry 2 | ... | entry n |  call n + 1 takes the place of call 1
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

@@ -32,8 +32,8 @@ constexpr int64_t BLOCK = 8192;
 // Elements; parts begin at multiples of it, so no cache line has two writers
 constexpr int64_t LINE = 64;
 
-// Dtype codes of math/optimizers/table.h go to the kernels; the others stand for the sum of integers of that
-// width, or of booleans.
+// Dtype codes of math/optimizers/table.h go to the kernels; the others stand for the sum of
+// integers of that width, or of booleans.
 enum Dtype {
     FP32 = 0,
     BF16 = 1,

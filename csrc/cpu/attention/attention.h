@@ -79,8 +79,8 @@ struct AttentionGradient {
     const void *y, *delta;  // delta W [B, H, T]: sum of dy y, less the gradient of lse
     void *dq, *dk, *dv;     // dq W [B, T, H, K], zero at first; dk, dv of the dtype [B, S, G, K]
     int32_t* turns;         // [B, H, query tiles]: visits done, zero at first
-    // Contiguous, of the bias's shape, or null. Where rows, heads or queries share a number of it: W,
-    // zero at first; else of `dbias_dtype`, and a number is stored once, zero where none is.
+    // Contiguous, of the bias's shape, or null. Where rows, heads or queries share a number of it:
+    // W, zero at first; else of `dbias_dtype`, and a number is stored once, zero where none is.
     void* dbias;
     int64_t dbias_sizes[3];
     int dbias_dtype;

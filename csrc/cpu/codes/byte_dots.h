@@ -1,5 +1,5 @@
-// Sixteen sums of products of bytes, at every instruction set: sum d is over the bytes 4 d .. 4 d + 3
-// of 64. The sums are exact, so that it does not matter how they are made.
+// Sixteen sums of products of bytes, at every instruction set: sum d is over the bytes
+// 4 d .. 4 d + 3 of 64. The sums are exact, so that it does not matter how they are made.
 //
 //   avx512: one register, with VNNI   avx2: two   else: sixteen numbers
 #pragma once

@@ -3,8 +3,8 @@
 //
 //   8 bits    x as it is, zeros behind it up to a multiple of 16
 //   4 bits    a block of 128 codes is 16 words of 8 codes; a register of words shifted by 4 k holds
-//             the codes k, 8 + k, 16 + k, ... so x lies in blocks [8][16]: place 16 k + d of a block
-//             is number 8 d + k of it. Zeros behind it up to a multiple of 128
+//             the codes k, 8 + k, 16 + k, ... so x lies in blocks [8][16]: place 16 k + d of a
+//             block is number 8 d + k of it. Zeros behind it up to a multiple of 128
 #pragma once
 #include <cstdint>
 

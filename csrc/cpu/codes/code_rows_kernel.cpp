@@ -1,7 +1,7 @@
-// Few rows times weights of 4 or 8 bits: a weight is read once and widened in registers, so the time
-// is that of reading the codes.
+// Few rows times weights of 4 or 8 bits: a weight is read once and widened in registers, so the
+// time is that of reading the codes.
 //
-//   y[r, o] = sum over groups g of scale[o, g] (sum over k in g of x[r, k] (code[o, k] - zero[o, g]))
+//   y[r, o] = sum over groups g of scale[o, g] (sum of k in g of x[r, k] (code[o, k] - zero[o, g]))
 //
 // Sixteen sums of a row side by side, each over its numbers in order, without fused multiplication:
 // the same bits at every instruction set, and for a row whatever stands beside it. Every loop over

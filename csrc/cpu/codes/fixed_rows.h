@@ -21,8 +21,8 @@ constexpr int64_t FIXED_WIDTH = 65536;
 struct FixedRows {
     const float* x;  // [rows, width]
     int8_t* digits;  // [rows, chunks, 3, 64]
-    // [rows, blocks, 16], of codes of 4 bits with a sign: -8 times the sum of eight numbers each, as
-    // the codes are read 8 too high
+    // [rows, blocks, 16], of codes of 4 bits with a sign: -8 times the sum of eight numbers each,
+    // as the codes are read 8 too high
     int32_t* offsets;
     int64_t* sums;  // [rows]: of all X
     double* units;  // [rows]; nan for a row with a number that is not finite

@@ -3,8 +3,8 @@
 //   one scale a row     y = unit scale[o] (sum of X (code[o] - zero[o]))       the sum is exact
 //   a scale a group     y = unit (sum over g of scale[o, g] (sum over k in g of X code[o, k]))
 //
-// In groups, the sums of eight numbers of a block of 128 are exact; of these there are sixteen side by
-// side, which are multiplied with the group's scale and added in order, without fused
+// In groups, the sums of eight numbers of a block of 128 are exact; of these there are sixteen side
+// by side, which are multiplied with the group's scale and added in order, without fused
 // multiplication: the same bits at every instruction set, and for a row whatever stands beside it.
 #include "fixed_rows.h"
 
@@ -16,8 +16,8 @@ namespace pyops::PYOPS_ISA {
 namespace {
 
 constexpr int64_t CHUNK_BYTES = FIXED_DIGITS * FIXED_CHUNK;
-// How far before their use codes are fetched, in bytes. A tile reads four short stretches, which end
-// before the processor recognizes them as streams.
+// How far before their use codes are fetched, in bytes. A tile reads four short stretches, which
+// end before the processor recognizes them as streams.
 constexpr int64_t FETCHED_AHEAD = 8192;
 
 inline void put_digits(int8_t* to, int32_t number) {
@@ -78,7 +78,8 @@ void fixed_row(const FixedRows& rows, int64_t r) {
     rows.sums[r] = sum;
 }
 
-// 64 bytes of codes for each of some outputs; the last ones of a row are copied, and zeros put behind.
+// 64 bytes of codes for each of some outputs; the last ones of a row are copied, and zeros put
+// behind.
 template <int O>
 struct CodeBlock {
     const uint8_t* codes;
@@ -89,8 +90,8 @@ struct CodeBlock {
         : codes(rows.codes + o * rows.row_bytes), stride(rows.row_bytes) {}
     PYOPS_LANES Bytes of(int j, uint8_t flip) const {
         const uint8_t* const own = codes + j * stride;
-        // As a number: it may lie behind the codes, where a prefetch does nothing but a pointer must
-        // not point.
+        // As a number: it may lie behind the codes, where a prefetch does nothing but a pointer
+        // must not point.
         const uintptr_t later = reinterpret_cast<uintptr_t>(own) + FETCHED_AHEAD;
         __builtin_prefetch(reinterpret_cast<const void*>(later));
         return Bytes::at(own, flip);

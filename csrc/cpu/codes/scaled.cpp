@@ -1,4 +1,5 @@
-// quantize_rows, row_extents, scale_product and scale_sums_ on tensors: checks, then rows on torch's threads.
+// quantize_rows, row_extents, scale_product and scale_sums_ on tensors: checks, then rows on
+// torch's threads.
 #include <memory>
 #include <string>
 #include <tuple>

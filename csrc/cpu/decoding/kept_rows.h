@@ -33,8 +33,8 @@ public:
             ", got ", Shape{*cos}, " and ", Shape{*sin});
     }
 
-    // Tells `all` of them, and of the rows from first_row on of keys and values [held, groups, room,
-    // width]; its groups and width are set.
+    // Tells `all` of them, and of the rows from first_row on of keys and values [held, groups,
+    // room, width]; its groups and width are set.
     void tell(TokenAttention& all, const Tensor& keys, const Tensor& values,
               int64_t first_row) const {
         const int64_t held = keys.dim() == 4 ? keys.size(0) : 0,

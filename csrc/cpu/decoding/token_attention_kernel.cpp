@@ -1,6 +1,6 @@
-// Attention of one new token for each row over what is kept. A group of heads of a row is a piece of
-// work: its key is turned and kept with its value, and then each of its queries goes over the keys
-// up to its own place.
+// Attention of one new token for each row over what is kept. A group of heads of a row is a piece
+// of work: its key is turned and kept with its value, and then each of its queries goes over the
+// keys up to its own place.
 //
 //   s[n] = scale q . k[n]      e = exp(s - max s)      y = sum of e[n] v[n] / sum of e
 #include "token_attention.h"

@@ -1,5 +1,5 @@
 // token_blocks_ on tensors: the blocks of a decoder for one new token of each row. All operands are
-// checked before anything is computed; what one kernel hands to the next lies in memory of the call.
+// checked before anything is computed; what one kernel hands to the next is memory of the call.
 //
 //   h, x = norm1(x + added)    y = attention of inner h    added = output y
 //   h, x = norm2(x + added)    added = down activation(up h)
@@ -218,8 +218,8 @@ public:
     }
 
 private:
-    // h = norm(x + added), and x = the sum: where x is such a sum already, in place, since each number
-    // is read before its sum is written.
+    // h = norm(x + added), and x = the sum: where x is such a sum already, in place, since each
+    // number is read before its sum is written.
     void normalize(const Norm& norm) {
         NormRows all{};
         all.x = adds_ ? added_ : x_;

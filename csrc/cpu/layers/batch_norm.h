@@ -8,7 +8,7 @@ namespace pyops {
 struct ChannelRows {
     const void *x, *dy;  // of `dtype`; dy: null in forward
     void* out;
-    // Fp32 (float64 for float64) [channels]: csrc/math/layers/batch_norm.h; slope: of the gradient alone
+    // Fp32 (float64 for float64) [channels]: csrc/math/layers/batch_norm.h; slope: gradient alone
     const void *centre, *scale, *slope, *shift;
     int64_t channels;
     int dtype;

@@ -5,9 +5,9 @@
 //   backward   dx[h] = sum of tap dy       both from the same numbers of dy: x and dy are read once
 //              dtap  = sum of x dy
 //
-// The channels of a block are gone through before the next one, so that memory is read in stretches.
-// Every sum goes by rows, taps and columns in their order, whatever the block: the bits of an image
-// don't depend on its neighbours, nor on threads.
+// The channels of a block are gone through before the next one, so that memory is read in
+// stretches. Every sum goes by rows, taps and columns in their order, whatever the block: the bits
+// of an image don't depend on its neighbours, nor on threads.
 #include "depthwise_pixels.h"
 #include "../rows/finish_row.h"
 #include "../rows/row_sums.h"
@@ -30,18 +30,18 @@ constexpr bool RARE_PROCESSOR = false;
 #endif
 
 // Pixels of the largest blocks: as many as there are registers for. Every size is compiled anew for
-// each dtype, stride and set of results, and takes most of this file's compile time. float64 and the
-// processors that few have get small blocks; so does a backward pass for the input or for the taps
-// ALONE, which only a frozen layer asks for.
+// each dtype, stride and set of results, and takes most of this file's compile time. float64 and
+// the processors that few have get small blocks; so does a backward pass for the input or for the
+// taps ALONE, which only a frozen layer asks for.
 template <typename T, bool ALONE = false>
 constexpr int most_pixels() {
     if (sizeof(T) > 4 || RARE_PROCESSOR) return 2;
     return (Wide<T>::N < 16 ? 4 : 8) / (ALONE ? 2 : 1);
 }
 
-// Whether blocks of this size check for columns beyond the image wherever they are. Only the largest
-// have code without the checks for the inside of an image: in small ones, which are mostly at an
-// edge, it gains nothing.
+// Whether blocks of this size check for columns beyond the image wherever they are. Only the
+// largest have code without the checks for the inside of an image: in small ones, which are mostly
+// at an edge, it gains nothing.
 template <typename T, bool ALONE = false>
 constexpr bool always_check(int pixels) {
     return most_pixels<T>() <= 2 || ALONE || pixels < most_pixels<T>();
@@ -68,8 +68,8 @@ inline PYOPS_INLINE void by_channels(int64_t channels, const F& f, const G& rest
 }
 
 // What one row of outputs is made of; in backward, one row of inputs. Rows of x (of dy) that are
-// beyond the image, or meet no tap, are null. Rows are read and written in the dtype S, whose numbers
-// registers widen as they read.
+// beyond the image, or meet no tap, are null. Rows are read and written in the dtype S, whose
+// numbers registers widen as they read.
 template <typename S>
 struct Line {
     const S* rows[TAPS];
@@ -91,8 +91,8 @@ struct Line {
 };
 
 // Has a register's channels of neighbouring pixels come into L2 one line before they are needed: a
-// block is gone through by channels, in steps that the processor does not foresee where an image has
-// few of them. At stride 2 the forward pass computes too little beside to gain by it.
+// block is gone through by channels, in steps that the processor does not foresee where an image
+// has few of them. At stride 2 the forward pass computes too little beside to gain by it.
 template <int PIXELS, bool WRITTEN, typename S>
 inline PYOPS_INLINE void fetch(const S* pixels, int64_t channels) {
     if (Wide<Real<S>>::N * sizeof(Real<S>) < CACHE_LINE || !pixels) return;
@@ -219,8 +219,8 @@ bool streams(const DepthwiseSpan& span) {
            span.channels % Wide<float>::N == 0;
 }
 
-// E: what rows are read and written in. An activation is computed of the wide sums, so that of 16-bit
-// images is a pass of its own over a wide row.
+// E: what rows are read and written in. An activation is computed of the wide sums, so that of
+// 16-bit images is a pass of its own over a wide row.
 template <typename S, typename E, int STRIDE>
 void forward(const DepthwiseSpan& span, int64_t first, int64_t last, void* scratch) {
     using T = Real<S>;

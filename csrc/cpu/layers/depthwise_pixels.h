@@ -72,8 +72,8 @@ inline PYOPS_INLINE void forward_pixels(const S* const* rows, const Real<S>* tap
     write<P>(y + c, channels, sums, streams);
 }
 
-// The same of one channel, for those after the last whole register: one loop for blocks of any width,
-// with the sums in the same order.
+// The same of one channel, for those after the last whole register: one loop for blocks of any
+// width, with the sums in the same order.
 template <int STRIDE, typename S>
 __attribute__((noinline)) void forward_channel(const S* const* rows, const Real<S>* taps,
                                                const Real<S>* bias, int64_t channels, S* y,
@@ -129,7 +129,8 @@ inline PYOPS_INLINE void backward_pixels(const S* const* rows, const Real<S>* ta
             for (int p = 0; p < P; ++p) {
                 PYOPS_UNROLL
                 for (int tap = 0; tap < TAPS; ++tap) {
-                    // The block begins at an even column: as if at 0, with dy from -1 on at stride 1
+                    // The block begins at an even column: as if at 0, and at stride 1 with dy from
+                    // -1 on
                     if (!Place::meets(p, tap) || Place::output(p, tap) != q - (STRIDE == 1))
                         continue;
                     if (DX) out[p] = fused(k[tap], dy, out[p]);

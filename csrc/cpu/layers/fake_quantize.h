@@ -1,5 +1,5 @@
-// What the kernels of fake_quantize are told: [outer, channels, inner], contiguous, a scale for each
-// channel.
+// What the kernels of fake_quantize are told: [outer, channels, inner], contiguous, a scale for
+// each channel.
 //
 //   inner > 1    a run: the `inner` neighbors that share a scale; runs are cut into pieces
 //   inner = 1    neighbors have scales of their own: rows of channels

@@ -1,6 +1,6 @@
-// Fake quantization, forward and backward: one load and one store a number, whatever shares a scale.
-// Sums for the scales are added in float64 by SUMS numbers side by side, so that their bits are those
-// of every instruction set.
+// Fake quantization, forward and backward: one load and one store a number, whatever shares a
+// scale. Sums for the scales are added in float64 by SUMS numbers side by side, so that their bits
+// are those of every instruction set.
 #include "fake_quantize.h"
 
 #include "../../math/layers/fake_quantize.h"

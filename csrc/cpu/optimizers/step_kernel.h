@@ -1,6 +1,6 @@
-// One step of a rule (csrc/math/optimizers/rule.h) on a stretch of memory. The usual dtypes have a loop of
-// their own, which converts in registers; all others pass through fp32 tiles in L1, and so does
-// stochastic rounding. Each rule has a *_kernel.cpp of its own.
+// One step of a rule (csrc/math/optimizers/rule.h) on a stretch of memory. The usual dtypes have a
+// loop of their own, which converts in registers; all others pass through fp32 tiles in L1, and so
+// does stochastic rounding. Each rule has a *_kernel.cpp of its own.
 #pragma once
 #include "../rows/philox_fill.h"
 #include "../rows/vector.h"

@@ -1,4 +1,5 @@
-// The checks and the table of csrc/host/optimizers/table.h, and what library.py asks the shared object.
+// The checks and the table of csrc/host/optimizers/table.h, and what library.py asks the shared
+// object.
 #include "../../host/box.h"
 #include "../../host/optimizers/table.h"
 

@@ -11,7 +11,8 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-// Starts that rise from 0 to the number of values, and columns that x has: what is read lies within.
+// Starts that rise from 0 to the number of values, and columns that x has: what is read lies
+// within.
 void check_structure(const CsrSpan& span, int64_t rows, int64_t values, int64_t inputs) {
     require(span.starts[0] == 0 && span.starts[rows] == values,
             "pyops::csr_product: starts must go from 0 to the number of values, ", values, "; got ",

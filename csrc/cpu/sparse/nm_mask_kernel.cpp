@@ -1,4 +1,4 @@
-// N of M by magnitude (math/sparse/nm_mask.h), and bits that say which. Two ways, with the same bits:
+// N of M by magnitude (math/sparse/nm_mask.h), and bits that say which. Two ways, with equal bits:
 //
 //   M = 4 of neighbors, 16 and 32 bits wide   a register holds whole groups; three rotations within
 //                                             the groups bring each number beside the others
@@ -45,7 +45,8 @@ inline PYOPS_INLINE void count_beaten(const K* __restrict keys, K* __restrict co
         }
 }
 
-// `lanes` groups, `step` elements from one to the next, and `inner` from one of a group to the next.
+// `lanes` groups, `step` elements from one to the next, and `inner` from one number of a group to
+// the next.
 template <typename K>
 void mask_block(const K* w, K* out, int64_t lanes, int64_t step, int64_t inner, int n, int m,
                 uint8_t* flags) {

@@ -1,11 +1,11 @@
-// The search for a permutation of columns that keeps more of a 2:4 matrix, as NVIDIA's (Pool and Yu,
-// "Channel Permutations for N:M Sparsity", NeurIPS 2021) does it: every window of two stripes, the
-// best divisions of windows that share no stripe, again for what was touched, until nothing is
+// The search for a permutation of columns that keeps more of a 2:4 matrix, as NVIDIA's (Pool and
+// Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021) does it: every window of two stripes,
+// the best divisions of windows that share no stripe, again for what was touched, until nothing is
 // gained; then random exchanges of three columns, each followed by the same.
 //
-//   gains[s, t]  of all windows --> sorted, those without a common stripe applied --> stripes touched
-//        ^                                                                               |
-//        `------------------------ windows with one of these, anew <---------------------'
+//  gains[s, t] of all windows --> sorted, those without a common stripe applied --> stripes touched
+//       ^                                                                              |
+//       `----------------------- windows with one of these, anew <---------------------'
 #include <algorithm>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// The divisions of windows of two stripes (math/sparse/stripe_search.h). A lane is a window, so that the
-// sum of each goes over the rows in their order, whatever the register:
+// The divisions of windows of two stripes (math/sparse/stripe_search.h). A lane is a window, so
+// that the sum of each goes over the rows in their order, whatever the register:
 //
 //   two largest of {a, b, c, d}   from larger and smaller of (a, b) and of (c, d)
 //                                 max(l1, l2) + max(min(l1, l2), max(s1, s2))

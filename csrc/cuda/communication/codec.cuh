@@ -210,8 +210,8 @@ __device__ __forceinline__ void for_blocks(int64_t n, int64_t block, int64_t fir
     }
 }
 
-// u of GROUP whole lines of rows, the first of which is at `i`: their error and their words are asked
-// for before any of them is needed.
+// u of GROUP whole lines of rows, the first of which is at `i`: their error and their words are
+// asked for before any of them is needed.
 template <int GROUP, typename Decode>
 __device__ __forceinline__ void take(const Codec& codec, const RowSum<Decode>& source,
                                      int64_t block, int64_t i, float (&u)[GROUP][4]) {

@@ -1,5 +1,5 @@
-// The kernels of one-bit compression. A block's sum is in the order of math/communication/onebit.h: sum number 4
-// * lane + k is thread `lane`'s.
+// The kernels of one-bit compression. A block's sum is in the order of math/communication/onebit.h:
+// sum number 4 * lane + k is thread `lane`'s.
 //
 // Bytes per element of fp32 with error: 12.1 in one pass; blocks of more than HELD_LINES lines are
 // read twice, from L2. So are those of rows that aren't full, or whose words are out of line.
@@ -94,8 +94,8 @@ struct BlockWords {
         }
     }
 
-    // sum = row 0 + ..., or (sum + row 0) + ... unless this is the START, of this lane's elements of
-    // a line.
+    // sum = row 0 + ..., or (sum + row 0) + ... unless this is the START, of this lane's elements
+    // of a line.
     template <bool START>
     __device__ __forceinline__ void add(int line, float (&sum)[4]) const {
         const int lane = threadIdx.x % WARP;

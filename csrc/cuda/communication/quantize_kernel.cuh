@@ -38,13 +38,13 @@ struct Codes {
 // block, then three operations for each.
 //
 //   q           u * reciprocal, within one and a half last places of the quotient
-//   u - q scale exact, and times the reciprocal what is to be added to q (Markstein, "Computation of
-//               elementary functions on the IBM RISC System/6000 processor", 1990)
+//   u - q scale exact, and times the reciprocal what is to be added to q (Markstein,
+//               "Computation of elementary functions on the IBM RISC System/6000 processor", 1990)
 //
-// With b the scale's mantissa as an integer of 24 bits and B = b / 2^23, what is then wrong is below
-// B (B / 2 + 1 / 2) 2^-25 of a last place, and no quotient is nearer to the middle between two numbers
-// than k / (2 b), k = 1, 2, ...: too far for k > 2. Of k = 1 and 2 there are 17 million, and a test
-// goes through all of them.
+// With b the scale's mantissa as an integer of 24 bits and B = b / 2^23, what is then wrong is
+// below B (B / 2 + 1 / 2) 2^-25 of a last place, and no quotient is nearer to the middle between
+// two numbers than k / (2 b), k = 1, 2, ...: too far for k > 2. Of k = 1 and 2 there are 17
+// million, and a test goes through all of them.
 //
 // Exact where neither the reciprocal nor u - q scale leaves fp32's normal numbers: for other scales
 // a block divides, and a u that small has the code of 0 and the error u either way.

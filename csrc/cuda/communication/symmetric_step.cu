@@ -1,5 +1,5 @@
-// symmetric_adam_from_table_: Adam on the shards of all ranks, between the sum of their gradients and
-// the gathering of their parameters, in one kernel.
+// symmetric_adam_from_table_: Adam on the shards of all ranks, between the sum of their gradients
+// and the gathering of their parameters, in one kernel.
 #include "../../host/box.h"
 #include "../../math/optimizers/adam.h"
 #include "../optimizers/step.cuh"

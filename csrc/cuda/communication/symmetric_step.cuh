@@ -1,4 +1,4 @@
-// ZeRO's step over symmetric memory in one kernel: reduce-scatter, the optimizer's rule, all-gather.
+// ZeRO's step over symmetric memory in one kernel: reduce-scatter, optimizer's rule, all-gather.
 //
 //   meet                                       every rank's gradients are there
 //   g = round(scale * sum of ranks' gradients) in fp32, in the order of ranks
@@ -8,8 +8,8 @@
 //
 // The table holds the rows of this rank's shard alone; their gradients and parameters lie in
 // symmetric memory, and those of rank p at the same distance from its own buffers. The shard's own
-// memory traffic hides behind that of the links. The bits are those of the three steps one after the
-// other. The step must not depend on the sum itself: no norm to clip by.
+// memory traffic hides behind that of the links. The bits are those of the three steps one after
+// the other. The step must not depend on the sum itself: no norm to clip by.
 #pragma once
 
 #include "reduce.cuh"

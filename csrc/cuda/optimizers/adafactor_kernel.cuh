@@ -7,10 +7,10 @@
 //   scales    tensors   relative step, clipped
 //   apply     tiles     update anew, parameter
 //
-// A warp takes a row of a tile, and a lane every 32nd number of it: accesses are single numbers that
-// lie side by side in a warp, so no row need begin at a boundary, and eight of each operand are in
-// flight. Sums are float64 in an order that depends on shapes alone. Nothing is read back to the
-// host.
+// A warp takes a row of a tile, and a lane every 32nd number of it: accesses are single numbers
+// that lie side by side in a warp, so no row need begin at a boundary, and eight of each operand
+// are in flight. Sums are float64 in an order that depends on shapes alone. Nothing is read back to
+// the host.
 #pragma once
 
 #include "../../math/optimizers/adafactor.h"
@@ -194,7 +194,8 @@ __global__ __launch_bounds__(THREADS, 3) void adafactor_sums_kernel(
     });
 }
 
-// The sums of a matrix's rows and columns over its tiles, in their order, and what follows from them.
+// The sums of a matrix's rows and columns over its tiles, in their order, and what follows from
+// them.
 __global__ __launch_bounds__(THREADS) void adafactor_means_kernel(
     const __grid_constant__ AdafactorArguments a) {
     if (a.skips()) return;
@@ -276,8 +277,9 @@ __global__ __launch_bounds__(THREADS) void adafactor_divisors_kernel(
     }
 }
 
-// The updates of a tile's rows: body(row, first number of this lane, how many numbers of the row are
-// there, u). The roots of the rows are worked out once a tile, those of the columns once a lane.
+// The updates of a tile's rows: body(row, first number of this lane, how many numbers of the row
+// are there, u). The roots of the rows are worked out once a tile, those of the columns once a
+// lane.
 template <typename Body>
 __device__ __forceinline__ void for_updates(const FactorTile& tile, float (&row_roots)[TILE_ROWS],
                                             const Body& body) {

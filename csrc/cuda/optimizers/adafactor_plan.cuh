@@ -1,5 +1,5 @@
-// Adafactor's tensors cut into tiles: where each tensor's tiles, means and sums begin. Arithmetic of
-// the host alone, so that a test without a GPU has the same plan.
+// Adafactor's tensors cut into tiles: where each tensor's tiles, means and sums begin. Arithmetic
+// of the host alone, so that a test without a GPU has the same plan.
 //
 //   matrix   |-- 256 columns --|-- 256 --|-- rest --|     tiles of 128 rows, in the order of
 //            |                 |         |          |     matrices, rows, columns

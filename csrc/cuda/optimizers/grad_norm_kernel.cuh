@@ -16,7 +16,8 @@ namespace pyops::cuda {
 
 constexpr int NORM_CTAS = 1024;
 // All of them at a time on the 132 multiprocessors of an H100 or H200. At 40 registers six fit, and
-// the 232 CTAs that were left ran by themselves, two of a multiprocessor, at half the speed of a copy.
+// the 232 CTAs that were left ran by themselves, two of a multiprocessor, at half the speed of a
+// copy.
 constexpr int NORM_RESIDENT = 8;
 constexpr int MAX_ROWS = 1200;  // tensors that travel as kernel arguments
 

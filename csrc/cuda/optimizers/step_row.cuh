@@ -161,8 +161,8 @@ struct AtRandom {
     }
 };
 
-// Operands of N elements, EACH apart, as they come from memory; those that the rule does not work on
-// stay as they are.
+// Operands of N elements, EACH apart, as they come from memory; those that the rule does not work
+// on stay as they are.
 template <template <typename> class R, typename D, int N, int EACH = 1>
 struct Operands {
     static constexpr int W = D::W == NONE ? D::P : D::W;

@@ -1,6 +1,7 @@
 // What an elementwise optimizer is: a functor of the columns of one row. The engines
-// (csrc/cpu/optimizers/step_kernel.h, csrc/cuda/optimizers/step_row.cuh) load, convert, round, store, clip and zero
-// around it, so a new optimizer is one header like adam.h and its registration.
+// (csrc/cpu/optimizers/step_kernel.h, csrc/cuda/optimizers/step_row.cuh) load, convert, round,
+// store, clip and zero around it, so a new optimizer is one header like adam.h and its
+// registration.
 //
 //   template <typename T> struct Rule                 T: float, or a register of them
 //     Options                                         from the caller, as float64; has `lr`

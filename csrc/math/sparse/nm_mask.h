@@ -1,7 +1,7 @@
 // N of M: which of M numbers are kept, the N largest by magnitude.
 //
-//   key       the bit pattern of |w| as a whole number, which orders as |w| does; -0 equals 0, and a
-//             nan is larger than any number
+//   key       the bit pattern of |w| as a whole number, which orders as |w| does; -0 equals 0, and
+//             a nan is larger than any number
 //   i beats j    key[i] > key[j], or they are equal and i < j: ties go to the lower index
 //   kept      less than N of the others beat it
 #pragma once
