@@ -66,7 +66,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(SOURCES))
+	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(SOURCES)) $(shell find tests -name '*.cpp' -o -name '*.h')
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

@@ -24,7 +24,7 @@ def build() -> Path:
     assert spec is not None
     assert spec.submodule_search_locations
     torch = Path(spec.submodule_search_locations[0])
-    sources = [HERE / "device.cpp", HERE / "runtime.h", torch / "version.py", Path(__file__)]
+    sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), torch / "version.py", Path(__file__)]
     if OUT.exists() and OUT.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return OUT
     OUT.parent.mkdir(exist_ok=True)

@@ -1,5 +1,5 @@
-// What the codecs' checks say of operands of several devices: error_of(x, payload, error, flag), each
-// the number of a device or -1 for the CPU, is null or the text that is thrown.
+// What the codecs' checks say of operands of several devices: error_of(x, payload, error, flag),
+// each the number of a device or -1 for the CPU, is null or the text that is thrown.
 #include "../../../csrc/host/communication/codec_ops.h"
 
 namespace pyops {

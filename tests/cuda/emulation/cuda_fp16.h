@@ -3,7 +3,7 @@
 #include "../../../csrc/math/round.h"
 
 struct __half {
-  uint16_t bits;
+    uint16_t bits;
 };
 inline __half __float2half_rn(float x) { return {pyops::float_to_fp16(x)}; }
 inline uint16_t __half_as_ushort(__half x) { return x.bits; }

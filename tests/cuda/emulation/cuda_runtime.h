@@ -1,10 +1,10 @@
-// Stands in for CUDA's header where the kernels are compiled for the host: each thread of a CTA is a
-// fiber, and runtime.cpp says in which order they run and what orders memory.
+// Stands in for CUDA's header where the kernels are compiled for the host: each thread of a CTA is
+// a fiber, and runtime.cpp says in which order they run and what orders memory.
 //
-// A thread runs until it meets a barrier (of the CTA or of its warp) and then lets the next one run,
-// so that shared memory, votes, shuffles and tickets mean what they mean on a GPU. All threads must
-// reach a barrier. Barriers and fences know where they stand in the source, so that any of them can
-// be taken out of a run without compiling again.
+// A thread runs until it meets a barrier (of the CTA or of its warp) and then lets the next one
+// run, so that shared memory, votes, shuffles and tickets mean what they mean on a GPU. All threads
+// must reach a barrier. Barriers and fences know where they stand in the source, so that any of
+// them can be taken out of a run without compiling again.
 #pragma once
 
 #include <cmath>
@@ -45,8 +45,8 @@ extern thread_local dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulation {
 
-// kernel<<<grid, threads>>>(...), with the call as `body`; threads is a multiple of 32. Returns when
-// all CTAs have ended.
+// kernel<<<grid, threads>>>(...), with the call as `body`; threads is a multiple of 32. Returns
+// when all CTAs have ended.
 void launch(unsigned grid, unsigned threads, const std::function<void()>& body);
 void syncthreads(const char* file, int line);
 int syncthreads_or(bool holds, const char* file, int line);

@@ -4,8 +4,8 @@
 //   as it is           one CTA after the other, on the caller's thread
 //   -DPYOPS_TSAN       the same, each CTA on a thread of its own, each fiber with a vector clock of
 //                      its own: barriers order memory, shuffles and votes order nothing, a fence
-//                      before an atomic releases and one after it acquires. What orders CTAs is told
-//                      to ThreadSanitizer alone.
+//                      before an atomic releases and one after it acquires. What orders CTAs is
+//                      told to ThreadSanitizer alone.
 //   -DPYOPS_AT_ONCE    all CTAs of a launch at once, each on a thread: where ranks meet in a kernel
 //
 // WITHOUT=reduce.cuh:46 takes the barrier or fence at that line out: threads still wait for each
@@ -233,8 +233,8 @@ void fence(const char* file, int line) {
     me.pending = nullptr;
 }
 
-// Relaxed, as on a GPU, where only the fences around it order; seen by ThreadSanitizer as the atomic
-// that it is, so that a plain access to any of its bytes is a race.
+// Relaxed, as on a GPU, where only the fences around it order; seen by ThreadSanitizer as the
+// atomic that it is, so that a plain access to any of its bytes is a race.
 unsigned atomic_inc(unsigned* address, unsigned last) {
     Fiber& me = cta->fibers[cta->current];
     if (me.fenced) __tsan_release(order_of(address));
@@ -264,8 +264,7 @@ unsigned ballot(bool holds) {
     cta->exchanged[threadIdx.x] = holds;
     wait_for_warp();
     unsigned bits = 0;
-    for (unsigned k = 0; k < 32; ++k)
-        bits |= static_cast<unsigned>(cta->exchanged[warp + k]) << k;
+    for (unsigned k = 0; k < 32; ++k) bits |= static_cast<unsigned>(cta->exchanged[warp + k]) << k;
     wait_for_warp();
     return bits;
 }

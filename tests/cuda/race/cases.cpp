@@ -124,8 +124,8 @@ void run_table(const std::string& what, int shift, int64_t packed) {
     }
     if (what == "adafactor") {
         // Of the sizes: a vector, 7 x 11, 3 matrices of 1 x 1367, 9 x 1000, none, a vector.
-        const std::vector<int64_t> shapes = {0, 0, 1, 1, 7, 11, 3, 1, 1367, 1, 9, 1000,
-                                             0, 0, 0, 0, 0, 5};
+        const std::vector<int64_t> shapes = {0, 0, 1,    1, 7, 11, 3, 1, 1367,
+                                             1, 9, 1000, 0, 0, 0,  0, 0, 5};
         std::vector<Exact<float>> moments;
         std::vector<const float*> row_vars, col_vars, variances;
         for (int r = 0; r < rows; ++r) {
@@ -147,8 +147,7 @@ void run_table(const std::string& what, int shift, int64_t packed) {
     }
     if (what == "norm") {
         double out[2];
-        for (int turn = 0; turn < 2; ++turn)
-            emulated_norm(GRID, table.data(), rows, out);
+        for (int turn = 0; turn < 2; ++turn) emulated_norm(GRID, table.data(), rows, out);
         std::vector<const void*> addresses;
         for (int r = 0; r < rows; ++r) addresses.push_back(tensors[4 * r + 1].data);
         emulated_norm_of_list(GRID, addresses.data(), SIZES.data(), WIDE ? FP32 : BF16, rows, out);
@@ -169,8 +168,7 @@ void run_sum() {
 void run_random() {
     const Exact<float> numbers(9000, 1);
     const Exact<uint8_t> mask(9000, 1);
-    for (int kind : {0, 1})
-        emulated_random(GRID, kind, numbers.data, 9000, 0.1f, 7, 3, 100, 333);
+    for (int kind : {0, 1}) emulated_random(GRID, kind, numbers.data, 9000, 0.1f, 7, 3, 100, 333);
     emulated_random(GRID, 2, mask.data, 9000, 0.1f, 7, 3, 100, 333);
 }
 
@@ -188,8 +186,8 @@ void run_codecs() {
             }
             const void* of_bits[] = {bits[0].data, bits[1].data};
             const void* of_codes[] = {codes[0].data, codes[1].data};
-            Encode e{n, block,  error.data, nullptr, flag.data, 0, 0,
-                     5, 3,      x.data,     FP32,    of_bits,   2, 0.5f};
+            Encode e{n, block, error.data, nullptr, flag.data, 0, 0,
+                     5, 3,     x.data,     FP32,    of_bits,   2, 0.5f};
             // Five rows, one more than a block asks for at a time
             const void* of_five[] = {bits[0].data, bits[1].data, bits[0].data, bits[1].data,
                                      bits[0].data};
@@ -237,9 +235,12 @@ void run_codecs() {
 int main(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
         const std::string what = argv[i];
-        if (what == "sum") run_sum();
-        else if (what == "random") run_random();
-        else if (what == "codecs") run_codecs();
+        if (what == "sum")
+            run_sum();
+        else if (what == "random")
+            run_random();
+        else if (what == "codecs")
+            run_codecs();
         else
             for (int shift : {0, 1}) {
                 run_table<float>(what, shift, 0);

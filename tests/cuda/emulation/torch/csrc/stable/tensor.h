@@ -1,5 +1,5 @@
-// Stands in for torch's header where host code is checked that looks at devices, of which a test has
-// none: a tensor that says of itself where it is.
+// Stands in for torch's header where host code is checked that looks at devices, of which a test
+// has none: a tensor that says of itself where it is.
 #pragma once
 #include <cstdint>
 
