@@ -4,6 +4,7 @@ What is counted is code: neither docstrings nor comments nor blank lines, nor ho
 argument list takes, so that no file becomes shorter by being set more tightly.
 
     file        lines of code                            MAX_FILE_LINES
+    line        columns                                  `line-length` in pyproject.toml, WIDTH
     function    statements, branches, complexity and     `[tool.ruff.lint.mccabe]` and
                 parameters, by ruff                      `[tool.ruff.lint.pylint]` in pyproject.toml
     folder      modules, packages, stems of kernels      MOST_ENTRIES
@@ -29,6 +30,7 @@ FOLDERS = ("pyops", "csrc", "tests", "benchmarks", "examples")
 MAX_FILE_LINES = 400
 MOST_ENTRIES = 12  # of one folder, without its __init__
 MAX_TABLES = 40
+WIDTH = 100
 MARK = "fmt:"
 DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -73,6 +75,16 @@ def test_files_fit():
     sizes |= {p: len(p.read_text().splitlines()) for p in sources(".cpp", ".cu", ".h", ".cuh")}
     long = {str(p.relative_to(ROOT)): n for p, n in sizes.items() if n > MAX_FILE_LINES}
     assert not long, f"over {MAX_FILE_LINES} lines of code, split by capability: {long}"
+
+
+def test_lines_of_kernels_fit():
+    """Clang-format breaks code at this width, but no comment; ruff checks both of Python."""
+    texts = {p: p.read_text().splitlines() for p in sources(".cpp", ".cu", ".h", ".cuh")}
+    assert len(texts) > 100, "the search found too few files to mean anything"
+    wide = [
+        f"{p}:{n}" for p, lines in texts.items() for n, x in enumerate(lines, 1) if len(x) > WIDTH
+    ]
+    assert not wide, f"over {WIDTH} columns: {wide}"
 
 
 def test_code_is_counted_without_docstrings_comments_and_blank_lines():
