@@ -36,7 +36,7 @@ class TaughtHead:
     """
 
     def __init__(
-        self, teacher: nn.Module | None, config: DistillationConfig, *, owner: Any = None
+        self, teacher: nn.Module | None, config: DistillationConfig, *, owner: object = None
     ) -> None:
         self.teacher, self.config, self._owner = teacher, config, owner
         self._distillation = Distillation(config)

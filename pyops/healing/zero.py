@@ -19,6 +19,7 @@ from pyops.healing.peer_copies import PeerCopies, Wanted
 from pyops.healing.quorum import QuorumConfig
 from pyops.healing.repeated_step import Compute, HasState, HealingReplica, Part, check_not_cut
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from pyops.zero.optimizer_factory import MakesOptimizer
 
 __all__ = ["HealingZero", "check_healable", "ranges_of_states"]
 
@@ -71,7 +72,7 @@ class HealingZero(HealingReplica):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: MakesOptimizer,
         store: dist.Store,
         zero: ZeroConfig = STAGE_1,
         *,

@@ -35,7 +35,15 @@ from pyops.mesh import ALONE, Mesh, check_initialized
 from pyops.models.context import TokenContext
 from pyops.parallel.dropout.keyed_dropout import key_dropout
 from pyops.parallel.fused_head import FusedHead, head_name
-from pyops.parallel.losses import IGNORED, CountedLoss, LabelLoss, PairLoss, loss_of
+from pyops.parallel.losses import (
+    IGNORED,
+    CountedLoss,
+    CountOfTerms,
+    LabelLoss,
+    PairLoss,
+    SumOfRows,
+    loss_of,
+)
 from pyops.parallel.model_checks import (
     check_loss,
     check_mesh,
@@ -73,7 +81,7 @@ def parallelize(
     *,
     optimizer: Callable[..., torch.optim.Optimizer] | None,
     mesh: Mesh | None = None,
-    loss: Any = None,
+    loss: CountedLoss | tuple[SumOfRows, CountOfTerms] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     example_inputs: Any = None,

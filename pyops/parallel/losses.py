@@ -11,7 +11,7 @@ So padding, accumulation, uneven shares and the number of ranks do not change a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from pyops.parallel.fused_head import HeadLoss, SummedLoss
 __all__ = [
     "IGNORED",
     "Batch",
+    "CountOfTerms",
     "CountedLoss",
     "LabelLoss",
     "PairLoss",
+    "SumOfRows",
     "loss_of",
     "names_of",
     "padded_rows",
@@ -33,6 +35,8 @@ __all__ = [
 
 IGNORED = -100  # a label that does not count, as in transformers and torch
 Batch = Mapping[str, Any]
+SumOfRows: TypeAlias = Callable[[Any, Batch], Tensor]
+CountOfTerms: TypeAlias = Callable[[Batch], float]
 
 
 @runtime_checkable
@@ -126,8 +130,8 @@ class PairLoss:
 
     def __init__(
         self,
-        sum_: Callable[[Any, Batch], Tensor],
-        count: Callable[[Batch], float],
+        sum_: SumOfRows,
+        count: CountOfTerms,
         *,
         names: Sequence[str] = (),
     ) -> None:
@@ -196,7 +200,7 @@ def padded_rows(batch: Batch, rows: int, *, targets: str) -> dict[str, Any]:
     return found
 
 
-def loss_of(model: nn.Module, given: Any) -> CountedLoss:
+def loss_of(model: nn.Module, given: object) -> CountedLoss:
     """The loss of a model: the caller's, or the cross entropy of its labels.
 
     Args:

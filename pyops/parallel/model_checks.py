@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ __all__ = ["check_loss", "check_mesh", "check_model", "check_optimizer", "descri
 WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Refuse what can't make the optimizer of some parameters; None stands for no training.
 
     Raises:
@@ -69,7 +68,7 @@ def check_loss(model: nn.Module, plan: ParallelPlan, loss: CountedLoss) -> None:
             )
 
 
-def check_mesh(mesh: Any, plan: ParallelPlan) -> None:
+def check_mesh(mesh: object, plan: ParallelPlan) -> None:
     """Refuse what is no mesh, or one of other sizes than the plan's.
 
     Raises:

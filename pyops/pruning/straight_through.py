@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pyops.given_numbers import check_number
 from pyops.pruning.masks import Masks, masks_of
@@ -80,7 +81,7 @@ class SparseTraining:
 
     def __init__(self, model: nn.Module, pattern: NM, names: Sequence[str], decay: float) -> None:
         self.model, self.pattern, self.names = model, pattern, list(names)
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         for name in names:
             owner, _, key = name.rpartition(".")
             _mask_within(model.get_submodule(owner), key, pattern, decay)
@@ -91,7 +92,7 @@ class SparseTraining:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def decay_before_steps(self, optimizer: Any, decay: float) -> None:
+    def decay_before_steps(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
         """Let what is not alive decay before each step of an optimizer, by its lr.
 
         Args:
@@ -102,7 +103,7 @@ class SparseTraining:
         chosen = {id(named[name]): named[name] for name in self.names}
 
         @torch.no_grad()
-        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) in chosen and parameter.grad is not None:
@@ -136,7 +137,7 @@ def sparse_training(
     pattern: NM | None = None,
     decay: float | None = None,
     decoupled: bool | None = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     only: Sequence[str] | None = None,
 ) -> SparseTraining:
     """Let a model compute with N:M weights while it is trained.
@@ -172,16 +173,17 @@ def sparse_training(
     if masked := [name for name in masks_of(model) if name in chosen]:
         raise ValueError(f"{masked[0]} has a mask already; call release() of its masks first")
     check_pattern(model, pattern, list(chosen))
-    if decoupled:
-        _check_optimizer(optimizer, chosen)
+    stepped_by = _checked_optimizer(optimizer, chosen) if decoupled else None
     found = SparseTraining(model, pattern, list(chosen), 0.0 if decoupled else decay)
-    if decoupled and decay:
-        found.decay_before_steps(optimizer, decay)
+    if stepped_by is not None and decay:
+        found.decay_before_steps(stepped_by, decay)
     return found
 
 
-def _check_optimizer(optimizer: Any, chosen: dict[str, nn.Parameter]) -> None:
-    if not hasattr(optimizer, "register_step_pre_hook"):
+def _checked_optimizer(
+    optimizer: torch.optim.Optimizer | None, chosen: dict[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    if optimizer is None or not hasattr(optimizer, "register_step_pre_hook"):
         raise ValueError(
             f"decoupled=True needs the optimizer of the parameters, of torch's interface; got "
             f"{type(optimizer).__name__}: give optimizer=, or decoupled=False"
@@ -193,6 +195,7 @@ def _check_optimizer(optimizer: Any, chosen: dict[str, nn.Parameter]) -> None:
                 f"{name} ({parameter.dtype}) is not held by the optimizer as it is: ZeRO shares it "
                 "out, or a copy in fp32 is stepped in its place; use decoupled=False"
             )
+    return optimizer
 
 
 def _mask_within(module: nn.Module, key: str, pattern: NM, decay: float) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class Arena:
             )
         self._arena = module.Arena(nbytes)
         self.nbytes: int = self._arena.bytes
-        self._copies: list[Any] = []
+        self._copies: list[torch.cuda.Event] = []
         if pin_memory:
             error = torch.cuda.cudart().cudaHostRegister(self._arena.address, self.nbytes, 0)
             if int(error):
@@ -81,11 +80,11 @@ class Arena:
             )
         return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
-    def copying_until(self, event: Any) -> None:
+    def copying_until(self, event: torch.cuda.Event) -> None:
         """A copy from or to a tensor of the arena is under way on a CUDA stream until `event`."""
         self._copies = [*self.copies(), event]
 
-    def copies(self) -> list[Any]:
+    def copies(self) -> list[torch.cuda.Event]:
         """Events of copies that are still under way. The tensor of one may be gone, and its memory
         another tensor's: whatever writes there has to wait for them."""
         self._copies = [event for event in self._copies if not event.query()]

@@ -13,30 +13,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops import random
+from pyops.recompute.arena import Arena
 from pyops.recompute.inputs import keeping_of
 from pyops.recompute.prefetch import Prefetch
 
 __all__ = ["checkpoint"]
 
+T = TypeVar("T")
+
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     *args: Any,
-    partition_group: Any = None,
+    partition_group: dist.ProcessGroup | None = None,
     offload: str | None = None,
-    arena: Any = None,
+    arena: Arena | None = None,
     prefetch: Prefetch | None = None,
     **kwargs: Any,
-) -> Any:
+) -> T:
     """`function(*args, **kwargs)`, keeping for backward its inputs instead of what it computed on
     the way.
 
@@ -76,7 +80,8 @@ def checkpoint(
     """
     plain = partition_group is None and offload is None and arena is None
     if plain and torch.compiler.is_compiling():  # which supports torch's checkpoint
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        found: T = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return found
     leaves, structure = tree_flatten((args, kwargs))
     places = [
         i
@@ -92,7 +97,7 @@ def checkpoint(
         leaves[i] = None  # the function below lives as long as the graph and must not hold them
     states = _states_of(function)
 
-    def run(*inputs: Tensor) -> Any:
+    def run(*inputs: Tensor) -> T:
         filled = list(leaves)
         for i, tensor in zip(places, inputs, strict=True):
             filled[i] = tensor
@@ -107,7 +112,8 @@ def checkpoint(
         else saved_tensors_hooks(inputs.pack, inputs.unpack)
     )
     with hooks:
-        return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+        result: T = torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+    return result
 
 
 def _check(prefetch: Any) -> None:

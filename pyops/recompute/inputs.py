@@ -111,7 +111,7 @@ class Keeping:
         flat.record_stream(stream)
         return part, self._noted(stream.record_event())
 
-    def _noted(self, event: Any) -> Any:
+    def _noted(self, event: torch.cuda.Event) -> torch.cuda.Event:
         if self.arena is not None:
             self.arena.copying_until(event)
         return event
@@ -165,7 +165,10 @@ def _gather(part: Tensor, group: dist.ProcessGroup, numel: int) -> Work:
 
 
 def keeping_of(
-    partition_group: Any, offload: str | None, arena: Any, tensors: list[Tensor]
+    partition_group: dist.ProcessGroup | None,
+    offload: str | None,
+    arena: Arena | None,
+    tensors: list[Tensor],
 ) -> Keeping | None:
     """Checked options, for these inputs; None where inputs are simply referred to.
 

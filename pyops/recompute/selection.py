@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from pyops.recompute.arena import Arena
 from pyops.recompute.checkpointing import checkpoint
 from pyops.recompute.inputs import keeping_of
 from pyops.recompute.prefetch import Prefetch
@@ -48,9 +50,9 @@ def apply(
     model: nn.Module,
     modules: Choice | Iterable[Choice],
     *,
-    partition_group: Any = None,
+    partition_group: dist.ProcessGroup | None = None,
     offload: str | None = None,
-    arena: Any = None,
+    arena: Arena | None = None,
     prefetch: bool = True,
 ) -> list[str]:
     """Recompute every call of the chosen modules of `model`; returns their names.
@@ -88,7 +90,11 @@ def apply(
         raise ValueError(
             f"these modules are recomputed already: {again}; call recompute.remove(model) first"
         )
-    options = {"partition_group": partition_group, "offload": offload, "arena": arena}
+    options: dict[str, Any] = {
+        "partition_group": partition_group,
+        "offload": offload,
+        "arena": arena,
+    }
     if prefetch:
         options["prefetch"] = Prefetch()
     for module in chosen.values():

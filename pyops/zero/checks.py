@@ -35,7 +35,7 @@ WHO = "ZeroOptimizer"
 NEED_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo")
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """TypeError or ValueError for a model that ZeroOptimizer can't take."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{WHO}: model is a {type(model).__name__}; expected an nn.Module")

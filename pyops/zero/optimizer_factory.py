@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 
@@ -24,7 +25,7 @@ class NoOptimizer(torch.optim.Optimizer):
         params: Groups without parameters.
     """
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: ParamsT) -> None:
         super().__init__(params, {})
 
 
@@ -42,7 +43,7 @@ class OptimizerFactory:
     """None: the class is called."""
 
     @classmethod
-    def of(cls, optimizer: Any, arguments: Mapping[str, Any]) -> OptimizerFactory:
+    def of(cls, optimizer: MakesOptimizer | None, arguments: Mapping[str, Any]) -> OptimizerFactory:
         """The factory of what a user gave.
 
         Args:
@@ -78,7 +79,7 @@ class OptimizerFactory:
         """Whether anything is stepped."""
         return not issubclass(self.optimizer_class, NoOptimizer)
 
-    def make(self, params: Any, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+    def make(self, params: ParamsT, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
         """The optimizer of `params`, which may be groups. What `arguments` adds to those of a
         function is set afterwards, since a function need not take it."""
         if self.function is None:

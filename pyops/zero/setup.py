@@ -24,7 +24,7 @@ from pyops.zero.checks import (
 from pyops.zero.config import ZeroConfig, refuse_options_of_config
 from pyops.zero.layout.materialize import check_initialize
 from pyops.zero.layout.quantized_comm import QuantizedComm, quantized_comm_of, ranks_of
-from pyops.zero.optimizer_factory import OptimizerFactory
+from pyops.zero.optimizer_factory import MakesOptimizer, OptimizerFactory
 from pyops.zero.update.one_bit import phases_over_shards
 from pyops.zero.update.pipeline_axis import check_stages
 from pyops.zero.update.precision_plan import PrecisionPlan, make_precision_plan
@@ -104,7 +104,7 @@ class ZeroSetup:
 
 def validate_on_all_ranks(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: MakesOptimizer | None,
     config: ZeroConfig,
     *,
     groups: AxisGroups,
@@ -123,7 +123,7 @@ def validate_on_all_ranks(
 
 def _validate(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: MakesOptimizer | None,
     config: ZeroConfig,
     groups: AxisGroups,
     params: Iterable[Any] | None,

@@ -54,7 +54,7 @@ def _readable(*tensors: Tensor) -> bool:
     )
 
 
-def _described(x: Any) -> str:
+def _described(x: object) -> str:
     return f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(x)
 
 

@@ -293,7 +293,7 @@ class ScheduleExecutor:
                 channel.fail()
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim():
         shape = (
             f"a tensor {tuple(loss.shape)}"

@@ -239,7 +239,9 @@ class Replicated(Strategy):
         return held_bytes(self.model, self.parallel, self.optimizer)
 
 
-def held_bytes(model: nn.Module, parallel: HasGradients, optimizer: Any) -> dict[str, int]:
+def held_bytes(
+    model: nn.Module, parallel: HasGradients, optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
     """{"parameters", "gradients", "states"}: bytes of a model in flat buffers."""
     states = [value for entries in optimizer.state.values() for value in entries.values()]
     flat = [buffer.data for buffer in parallel.flat]

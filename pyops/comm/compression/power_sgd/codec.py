@@ -4,7 +4,6 @@ collectives; mean.py says how."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +42,9 @@ class PowerSGD(MatrixCodec):
         """The class that keeps the factors and what was left out of each matrix."""
         return PowerSGDMemory
 
-    def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:
+    def all_reduce(
+        self, flat: Tensor, *, error: PowerSGDMemory, transport: Transport, scale: float
+    ) -> None:
         """flat = scale * (sum over ranks of flat + error) at low rank, in place.
 
         Args:
@@ -71,7 +72,7 @@ class PowerSGD(MatrixCodec):
 
         low_rank_mean(flat, error, exchange=exchange, factor=scale * transport.size)
 
-    def check_memory(self, error: Any, *, numel: int, rank: int, size: int) -> None:
+    def check_memory(self, error: object, *, numel: int, rank: int, size: int) -> None:
         """ValueError unless `error` is a memory of this codec and rank for so many numbers.
 
         Args:
