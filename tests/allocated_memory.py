@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 __all__ = ["allocated"]
 
@@ -25,9 +27,16 @@ class _Info(ctypes.Structure):
     ]
 
 
-def allocated() -> int:
-    """Bytes that malloc has given out and not got back, of all threads."""
+@functools.cache
+def _mallinfo() -> Callable[[], _Info]:
+    """The C library's function, opened once: each opening leaves reference cycles, which are memory
+    themselves until the garbage collector comes."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _Info
-    info = mallinfo()
+    return mallinfo
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out and not got back, of all threads."""
+    info = _mallinfo()()
     return int(info.uordblks + info.hblkhd)

@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops.optim
 from pyops.zero import ZeroConfig, ZeroOptimizer
+from pyops.zero.hooks.sharded_gradients import ON_THEIR_WAY
 from tests.allocated_memory import allocated
 from tests.grids import full
 
 WIDTH = 512  # a layer is large beside what autograd and Python keep for it
 LAYER = (WIDTH * WIDTH + WIDTH) * 2  # bytes
+FEW, MANY = 4, 16  # layers
 
 
 class Watch(TorchDispatchMode):
@@ -76,8 +78,8 @@ def _beyond(
 
 
 def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
-    _beyond(group, 4, *options)  # what libraries keep
-    return _beyond(group, 4, *options), _beyond(group, 9, *options)
+    _beyond(group, FEW, *options)  # what libraries keep
+    return _beyond(group, FEW, *options), _beyond(group, MANY, *options)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +100,8 @@ def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
 def test_buffers_do_not_grow_with_the_model(world, tmp_path, size, stage, name, place, overlap):
     offload = {None: None, "cpu": "cpu", "disk": str(tmp_path)}[place]
     for few, many in world(size).run(_both, stage, name, offload, overlap):
-        assert many - few < LAYER / 2, (few, many)
+        # Of buckets that travel while backward goes on, none or all may have arrived at the moment
+        # that takes most: which, depends on what else the machine does.
+        on_their_way = ON_THEIR_WAY * LAYER if overlap else 0
+        assert many - few < on_their_way + LAYER / 2, (few, many)
         assert many < 8 * LAYER
