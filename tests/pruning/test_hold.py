@@ -93,6 +93,16 @@ def test_pruned_weights_stay_zero(name: str, steps: int):
     assert not is_zero(model[0].weight, masks["0.weight"].alive()), "nothing is held any more"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_step_that_turns_weights_over_leaves_plus_zero(dtype: torch.dtype):
+    """LAMB's rate times its ratio and weight_decay is 2 here: weights are multiplied by -1."""
+    weight = nn.Parameter(torch.tensor([1.0, 0.0], dtype=dtype).repeat(41))
+    weight.grad = torch.zeros_like(weight)
+    optim.LAMB([weight], lr=2.0, weight_decay=1.0).step()
+    assert (weight[::2] == -1).all()
+    assert is_zero(weight, weight.detach() != 0)
+
+
 def test_masters_of_16_bits_stay_zero():
     model = network(torch.bfloat16)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True)

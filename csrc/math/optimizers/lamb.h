@@ -85,7 +85,9 @@ struct LambApply {
     template <int VARIANT>
     PYOPS_HOST_DEVICE void operator()(T& p, T, T& m, T& v, T&) const {
         const T denominator = fused(square_root(v), rsqrt_bc2, eps);
-        p = negative_fused(step_size, m / denominator, p * decay);
+        // Plus 0, since a step beyond 1 / weight_decay makes `decay` negative, and a pruned weight,
+        // +0 times that, would be -0.
+        p = negative_fused(step_size, m / denominator, fused(p, decay, T(0)));
     }
 };
 
