@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Encode(ctypes.Structure):
-    """The struct of tests/cuda/emulation/codecs.cpp."""
+    """The struct of tests/cuda/emulation/encode.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "block")),

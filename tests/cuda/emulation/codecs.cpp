@@ -4,6 +4,7 @@
 
 #include "../../../csrc/cuda/communication/onebit_kernel.cuh"
 #include "../../../csrc/cuda/communication/quantize_kernel.cuh"
+#include "encode.h"
 
 using namespace pyops;
 using namespace pyops::cuda;
@@ -44,20 +45,6 @@ void decode(unsigned grid, void* out, int dtype, const Source& source, int64_t n
 }  // namespace
 
 extern "C" {
-
-// What all encodes are told; x is null where the source are rows.
-struct Encode {
-    int64_t n, block;
-    float* error;
-    uint8_t* payload;
-    float* flag;
-    int64_t rule, stochastic, seed, offset;
-    const void* x;
-    int64_t dtype;
-    const void* const* rows;
-    int64_t count;
-    float scale;
-};
 
 static Codec codec_of(const Encode& e) {
     return {e.n,

@@ -3,8 +3,8 @@
 //
 // A thread runs until it meets a barrier (of the CTA or of its warp) and then lets the next one
 // run, so that shared memory, votes, shuffles and tickets mean what they mean on a GPU. All threads
-// must reach a barrier. Barriers and fences know where they stand in the source, so that any of
-// them can be taken out of a run without compiling again.
+// must reach a barrier. Barriers and fences carry their place in the source, so that any of them
+// can be taken out of a run without compiling again.
 #pragma once
 
 #include <cmath>

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../../../csrc/math/optimizers/table.h"
+#include "../emulation/encode.h"
 
 using namespace pyops;
 
@@ -25,18 +26,6 @@ void emulated_norm(unsigned, const int64_t*, int, double*);
 void emulated_norm_of_list(unsigned, const void* const*, const int64_t*, int, int, double*);
 void emulated_sum(unsigned, void*, const void* const*, int, int, double, int64_t, int, int, int);
 void emulated_random(unsigned, int, void*, int64_t, float, uint64_t, int64_t, int64_t, int64_t);
-struct Encode {
-    int64_t n, block;
-    float* error;
-    uint8_t* payload;
-    float* flag;
-    int64_t rule, stochastic, seed, offset;
-    const void* x;
-    int64_t dtype;
-    const void* const* rows;
-    int64_t count;
-    float scale;
-};
 void emulated_onebit_encode(unsigned, const Encode*, int64_t);
 void emulated_onebit_scaled(unsigned, const Encode*, const float*);
 void emulated_onebit_norm(unsigned, const Encode*, double*);

@@ -29,6 +29,25 @@ void run(unsigned grid, const SymmetricSum& a) {
     }
 }
 
+Peers peers_of(int rank, int size, void* const* pads, uint32_t* failure, int64_t timeout) {
+    Peers peers{};
+    peers.rank = rank;
+    peers.size = size;
+    peers.timeout = timeout;
+    peers.failure = failure;
+    for (int p = 0; p < size; ++p) peers.pad[p] = static_cast<Pad*>(pads[p]);
+    return peers;
+}
+
+// body(rank) for all ranks at once but those of the set `absent`, which never come.
+template <typename Body>
+void for_ranks(int size, unsigned absent, const Body& body) {
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < size; ++r)
+        if (!(absent >> r & 1)) ranks.emplace_back([&body, r] { body(r); });
+    for (std::thread& rank : ranks) rank.join();
+}
+
 }  // namespace
 
 extern "C" {
@@ -58,12 +77,8 @@ void emulated_symmetric_rank(unsigned grid, int r, int size, int times, const vo
                              double scale, int dtype_out, int dtype_in, double* norm, void* whole,
                              int64_t whole_numel, uint32_t* failure, int64_t timeout) {
     SymmetricSum a{};
-    a.peers.rank = r;
-    a.peers.size = size;
-    a.peers.timeout = timeout;
-    a.peers.failure = failure;
+    a.peers = peers_of(r, size, pads, failure, timeout);
     for (int p = 0; p < size; ++p) {
-        a.peers.pad[p] = static_cast<Pad*>(pads[p]);
         a.row[p] = rows[p];
         if (outs[p]) a.out[a.outs++] = outs[p];
     }
@@ -89,17 +104,12 @@ void emulated_symmetric(unsigned grid, int size, int times, const void* const* r
                         const int* heads, double scale, int dtype_out, int dtype_in, double* norms,
                         void* const* wholes, const int64_t* whole_numels, uint32_t* failures,
                         int64_t timeout, unsigned absent) {
-    std::vector<std::thread> ranks;
-    for (int r = 0; r < size; ++r) {
-        if (absent >> r & 1) continue;
-        ranks.emplace_back([=] {
-            emulated_symmetric_rank(grid, r, size, times, rows + r * size, outs + r * size, pads,
-                                    numels[r], heads[r], scale, dtype_out, dtype_in,
-                                    norms ? norms + 2 * r : nullptr, wholes[r], whole_numels[r],
-                                    failures + r, timeout);
-        });
-    }
-    for (std::thread& rank : ranks) rank.join();
+    for_ranks(size, absent, [=](int r) {
+        emulated_symmetric_rank(grid, r, size, times, rows + r * size, outs + r * size, pads,
+                                numels[r], heads[r], scale, dtype_out, dtype_in,
+                                norms ? norms + 2 * r : nullptr, wholes[r], whole_numels[r],
+                                failures + r, timeout);
+    });
 }
 
 // Adam over the table of one rank. shifts: [size] bytes from its gradients, then parameters, to
@@ -116,12 +126,8 @@ void emulated_symmetric_step_rank(unsigned grid, int r, int size, int64_t* table
     a.step.grad_factor = grad_factor;
     a.step.found_inf = found_inf;
     a.step.options = {o[0], o[1], o[2], o[3], o[4], (flags & 1) != 0, (flags & 2) != 0};
-    a.peers.rank = r;
-    a.peers.size = size;
-    a.peers.timeout = timeout;
-    a.peers.failure = failure;
+    a.peers = peers_of(r, size, pads, failure, timeout);
     for (int p = 0; p < size; ++p) {
-        a.peers.pad[p] = static_cast<Pad*>(pads[p]);
         a.grads[p] = grad_shifts[p];
         a.params[p] = param_shifts[p];
     }
@@ -136,16 +142,11 @@ void emulated_symmetric_step(unsigned grid, int size, int64_t* const* tables, co
                              const int64_t* param_shifts, double scale, const double* o, int flags,
                              const float* grad_factor, const float* found_inf, uint32_t* failures,
                              int64_t timeout, unsigned absent) {
-    std::vector<std::thread> ranks;
-    for (int r = 0; r < size; ++r) {
-        if (absent >> r & 1) continue;
-        ranks.emplace_back([=] {
-            emulated_symmetric_step_rank(grid, r, size, tables[r], rows[r], pads,
-                                         grad_shifts + r * size, param_shifts + r * size, scale, o,
-                                         flags, grad_factor, found_inf, failures + r, timeout);
-        });
-    }
-    for (std::thread& rank : ranks) rank.join();
+    for_ranks(size, absent, [=](int r) {
+        emulated_symmetric_step_rank(grid, r, size, tables[r], rows[r], pads,
+                                     grad_shifts + r * size, param_shifts + r * size, scale, o,
+                                     flags, grad_factor, found_inf, failures + r, timeout);
+    });
 }
 
 }  // extern "C"
